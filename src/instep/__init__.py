@@ -1,0 +1,1 @@
+"""Keep LLM inference engines in step with a trainer."""

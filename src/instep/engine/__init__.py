@@ -1,0 +1,63 @@
+"""Engines: what a push needs of something that generates.
+
+    engine = connect(llm)                # vllm.LLM or AsyncLLM
+    engine = connect(MemoryEngine(...))  # the public test double
+    engine = connect(hf_model_engine)    # TransformersEngine, embedded
+
+An engine has one worker per TP/PP rank. `call` carries one request to all of them and brings back one reply each; everything that
+touches weights happens in the worker's `instep.receiver.Receiver`, the same code for every engine.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from instep.errors import ConfigError
+from instep.protocol import Method
+
+CachePolicy = Literal["reset", "keep"]
+
+ADAPTERS = ("instep.engine.vllm",)
+"""Modules with `adapt(obj) -> Engine | None`, asked in order for objects that are no engines themselves."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One inference engine. Every method is bounded by the caller's deadline, none needs to be retried."""
+
+    name: str
+
+    async def call(self, method: Method, payload: bytes) -> list[bytes]:
+        """Runs `method` in every worker, between two engine steps. One encoded `Reply` per worker.
+
+        Raises `EngineLost` when a worker's process is gone.
+        """
+
+    async def pause(self, caches: CachePolicy) -> None:
+        """No engine step runs after this returns. Requests in flight stay; with `reset` their KV and the prefix cache are dropped
+        and recomputed after `resume`."""
+
+    async def resume(self) -> None: ...
+
+    async def label(self, version: str) -> None:
+        """Tokens generated from now on are labelled with `version`."""
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities (natural log) of `token_ids[1:]`, each given the tokens before it, with the weights being served."""
+
+    def refuse(self, reason: str | None) -> None:
+        """With a reason: `generate` raises `EngineDirty` from now on. With None: it works again."""
+
+
+def connect(obj: Any) -> Engine:
+    """The engine for an object that users hold. Raises `ConfigError` for anything else."""
+    if isinstance(obj, Engine):
+        return obj
+    for adapter in ADAPTERS:
+        engine: Engine | None = import_module(adapter).adapt(obj)
+        if engine is not None:
+            return engine
+    raise ConfigError(
+        f"cannot push to {type(obj).__name__}: give a vllm.LLM, an AsyncLLM, a MemoryEngine, a TransformersEngine or your own instep Engine"
+    )

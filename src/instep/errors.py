@@ -1,0 +1,146 @@
+"""Every error instep raises. After any failure a user has one question: which weights does each engine serve now?
+
+    InstepError
+      ConfigError         a wrong argument; nothing was touched
+      SourceError         the trainer's tensors could not be read, or changed while they were read
+      PlanError           source and engine disagree about names, shapes or dtypes; no byte has moved
+      VersionConflict     the version was served before, or does not follow what the engine serves
+      TransportError      the bytes could not be published or opened
+      SyncError           a push did not reach every engine; `.engines` says what each serves now
+        EngineTimeout     ... because a deadline passed
+        EngineLost        ... because a process died
+        ApplyError        ... because the engine could not apply the bytes; it is dirty
+        DigestMismatch    ... because the bytes are not the trainer's
+        CanaryError       ... because the engine computes something else than the trainer
+      EngineDirty         an engine that holds half an update was asked to generate
+
+`ConfigError`, `SourceError`, `PlanError`, `VersionConflict` and `TransportError` mean that every engine still serves what it served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Serving = Literal["old", "new", "dirty", "unknown"]
+
+WORDS: dict[str, str] = {
+    "old": "still serves {version}",
+    "new": "serves {version}",
+    "dirty": "DIRTY: holds parts of two versions and refuses to generate",
+    "unknown": "does not answer; it served {version} when it last did",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What one engine serves after a push that failed."""
+
+    engine: str
+    serving: Serving
+    version: str | None
+    phase: str | None = None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.engine}: " + WORDS[self.serving].format(version=self.version or "its own first weights")
+        return text + (f" ({self.phase}: {self.reason})" if self.reason else "")
+
+
+class InstepError(Exception):
+    """Base of all errors. `next_step` says what the user can do."""
+
+    next_step: str | None = None
+
+    def __init__(self, message: str, *, tensor: str | None = None, next_step: str | None = None) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        if next_step is not None:
+            self.next_step = next_step
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n  next: {self.next_step}" if self.next_step else text
+
+
+class ConfigError(InstepError):
+    """A wrong argument. Nothing was touched."""
+
+
+class SourceError(InstepError):
+    """The trainer's tensors could not be read, or changed while they were read. Engines keep what they serve."""
+
+
+class PlanError(InstepError):
+    """Source and engine disagree about names, shapes or dtypes. No byte has moved."""
+
+
+class VersionConflict(InstepError):
+    """The version was served before, or does not follow what the engine serves. Engines keep what they serve."""
+
+
+class TransportError(InstepError):
+    """The bytes could not be published or opened. Engines keep what they serve."""
+
+
+class EngineDirty(InstepError):
+    """The engine holds parts of two versions and refuses to generate."""
+
+    next_step = "push a version: a full update heals it"
+
+
+class SyncError(InstepError):
+    """A push did not reach every engine. `engines` says what each of them serves now."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        version: str | None = None,
+        engines: tuple[EngineState, ...] = (),
+        tensor: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(message, tensor=tensor, next_step=next_step)
+        self.version = version
+        self.engines = engines
+
+    def __str__(self) -> str:
+        lines = [Exception.__str__(self), *(f"  {state}" for state in self.engines)]
+        return "\n".join(lines + ([f"  next: {self.next_step}"] if self.next_step else []))
+
+
+class EngineTimeout(SyncError):
+    """A deadline passed."""
+
+    next_step = "look at the engine's own log; `sync.status()` asks again, the next push takes it along once it answers"
+
+
+class EngineLost(SyncError):
+    """A process of the engine died."""
+
+    next_step = "restart the engine, then `sync.catch_up()`"
+
+
+class ApplyError(SyncError):
+    """The engine could not apply the bytes."""
+
+    next_step = "push again: a full update heals a dirty engine"
+
+
+class DigestMismatch(SyncError):
+    """The bytes are not the trainer's."""
+
+    next_step = "push again; if it repeats, suspect memory or a second writer of the shared segment"
+
+
+class CanaryError(SyncError):
+    """The engine holds the trainer's bytes but computes something else: derived state was not rebuilt."""
+
+    next_step = "report the model and the versions that `instep doctor` prints; the engine refuses to generate until a push succeeds"
+
+
+def by_name(kind: str) -> type[InstepError]:
+    """The class that a worker's `Fault.kind` names; `ApplyError` for a name that this version does not know."""
+    found = globals().get(kind)
+    return found if isinstance(found, type) and issubclass(found, InstepError) else ApplyError

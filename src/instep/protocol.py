@@ -1,0 +1,191 @@
+"""What travels between a trainer and the workers of an engine: msgspec structs, encoded as msgpack, never unpickled.
+
+One call is one `Request` to every worker of an engine and one `Reply` from each. A worker never raises across
+its engine's RPC: what went wrong is a `Fault` inside the reply. Replies carry the sequence number of the request they
+answer, so that a reply which arrives late is recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+Method = Literal["hello", "trace", "prepare", "commit", "abort", "status"]
+State = Literal["serving", "dirty"]
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element, for each dtype name that may travel (PyTorch's names without the `torch.` prefix)."""
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """One checkpoint tensor, by the name that `save_pretrained` would write.
+
+    `alias_of` names another tensor of the same list that has the same bytes (a tied head); an engine that keeps the two
+    apart reads them twice, one that ties them does not miss it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    alias_of: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """A strided box of elements in a tensor's flat index space, as `torch.as_strided` takes it (units: elements)."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """One copy: `source` of checkpoint tensor `tensor` goes to `target` of the worker's parameter `param`.
+
+    A route without a tensor is a constant that the engine's loader fills in (padding).
+    """
+
+    tensor: str | None
+    source: Region | None
+    param: str
+    target: Region
+
+
+class ParamMeta(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter of a worker in checkpoint layout; `kept` says why a loader need not write (all of) it."""
+
+    name: str
+    layer: str
+    dtype: str
+    shape: tuple[int, ...]
+    kept: str | None = None
+
+
+class WorkerPlan(msgspec.Struct, frozen=True):
+    """What one worker's loader did with shape-only tensors: the parameters it has and the copies it made."""
+
+    params: list[ParamMeta]
+    routes: list[Route]
+    reload_only: dict[str, str]
+    """Layers whose writes cannot be expressed as copies, with the reason. They always use the reload session."""
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes."""
+
+    transport: str
+    address: str
+    nbytes: int
+    offsets: dict[str, int]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """One version: its tensors, their digests (unsigned 64 bits, see `digest.py`) and where the bytes lie."""
+
+    version: str
+    base: str | None
+    tensors: list[TensorMeta]
+    digests: dict[str, int]
+    location: Location
+
+
+class Request(msgspec.Struct, frozen=True):
+    seq: int
+    session: str
+    """The `WeightSync` that asks. Two trainers that prepare the same engine are told apart by it."""
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error inside a worker. `kind` is the name of a class in `errors.py`."""
+
+    kind: str
+    message: str
+    tensor: str | None = None
+
+
+class Reply(msgspec.Struct, frozen=True):
+    seq: int
+    rank: int
+    state: State
+    version: str | None
+    fault: Fault | None = None
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Answer to hello and status: who this worker is and what it holds."""
+
+    incarnation: str
+    """Changes when the worker's process restarts."""
+    rank: int
+    world_size: int
+    device: str
+    pid: int
+    plan_signature: str | None
+    prepared: str | None
+    holding: list[str]
+    """Addresses of published versions that this worker still has open."""
+    last_error: str | None = None
+
+
+class TraceRequest(msgspec.Struct, frozen=True):
+    tensors: list[TensorMeta]
+    signature: str
+
+
+class PrepareRequest(msgspec.Struct, frozen=True):
+    manifest: Manifest
+    signature: str
+    lease: float
+    """Seconds after which another session may take over from a trainer that never came back to commit."""
+
+
+class CommitRequest(msgspec.Struct, frozen=True):
+    version: str
+    digest: Literal["all", "direct"] = "all"
+
+
+class WorkerReceipt(msgspec.Struct, frozen=True):
+    """What one worker did in a commit. Seconds by phase; bytes read from the published version."""
+
+    rank: int
+    nbytes: int
+    seconds: dict[str, float]
+    layers: dict[str, int]
+    """How many layers were applied `direct` and how many by `reload`."""
+    read_back: int
+    """Tensors whose digest was taken from the engine's own storage after the copy, not only on arrival."""
+
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(value: Any) -> bytes:
+    return _encoder.encode(value)
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """Raises `msgspec.ValidationError` where the bytes are not a well-formed `kind`."""
+    return msgspec.msgpack.decode(data, type=kind)

@@ -1,0 +1,59 @@
+"""Sources: what a trainer exposes to a push.
+
+    source = open_source(model)                 # a live nn.Module, however wrapped
+    source = open_source(model.state_dict())    # any mapping of checkpoint names to tensors
+    source = open_source("path/to/checkpoint")  # a directory of safetensors files
+
+A source names its tensors as `save_pretrained` would write them and hands out views of the trainer's memory where it can: the
+transport makes the only copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from instep.errors import ConfigError
+from instep.protocol import TensorMeta
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What a push needs to know of a trainer."""
+
+    def metadata(self) -> list[TensorMeta]:
+        """Names, dtypes and shapes of every tensor, aliases included, in an order that `tensors` keeps."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor that is not an alias, with its current values. A tensor is valid until the next one is asked for."""
+
+    def stamp(self) -> Hashable:
+        """Changes whenever the values may have changed; compared before and after a copy."""
+
+    def score(self, token_ids: list[int]) -> list[float] | None:
+        """Log-probabilities (natural log, float32) that the trainer's own forward gives to `token_ids[1:]`,
+        each given the tokens before it; None for a source without a forward."""
+
+
+def open_source(obj: Any) -> Source:
+    """The source for a module, a mapping of names to tensors, a directory, or a source itself.
+
+    Raises `ConfigError` for anything else, and for a directory that holds no safetensors file.
+    """
+    from instep.source.checkpoint import CheckpointSource
+    from instep.source.module import MappingSource, ModuleSource
+
+    if isinstance(obj, torch.nn.Module):
+        return ModuleSource(obj)
+    if isinstance(obj, Mapping):
+        return MappingSource(obj)
+    if isinstance(obj, str | Path):
+        return CheckpointSource(Path(obj))
+    if isinstance(obj, Source):
+        return obj
+    raise ConfigError(
+        f"cannot read weights from {type(obj).__name__}: give a torch.nn.Module, a dict of tensors, a checkpoint directory or an instep Source"
+    )
