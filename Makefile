@@ -1,7 +1,8 @@
 # The first run makes .venv and installs into it; later runs start at once. Another interpreter: make PYTHON=/path/to/python test
 
+SUITABLE := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13 python3.14; do \
-	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 
 .PHONY: demo test check bench lint setup-demo setup-test clean
@@ -25,8 +26,8 @@ lint: setup-test
 	$(BIN)/lint-imports
 
 setup-demo setup-test: setup-%:
-	@test -n "$(PYTHON)" || { echo "instep needs Python 3.11 or newer with its venv module: make PYTHON=/path/to/python" >&2; exit 1; }
-	@$(PYTHON) scripts/setup.py $*
+	@"$(PYTHON)" -c '$(SUITABLE)' || { echo "instep needs Python 3.11 or newer with its venv module: make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" scripts/setup.py $*
 
 clean:
 	rm -rf .venv build dist demo-results .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

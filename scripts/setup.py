@@ -108,6 +108,4 @@ def main(extra: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in ("demo", "test"):
         sys.exit("usage: python scripts/setup.py {demo|test}")
-    if sys.version_info < (3, 11):
-        sys.exit(f"instep needs Python 3.11 or newer, this is {platform.python_version()}: make PYTHON=/path/to/python ...")
     main(sys.argv[1])
