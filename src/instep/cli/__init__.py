@@ -1,0 +1,54 @@
+"""The `instep` command. Only this file and cyclopts are read for `instep --help`; a command's own file is imported when it runs.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a push reached some of the engines, 4 digests differ. With `--json` the result alone is on stdout.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from instep.errors import DigestMismatch, InstepError, SyncError
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+FAILED, PARTLY, DIGESTS_DIFFER = 1, 3, 4
+
+
+def app() -> App:
+    """The command line as cyclopts sees it. Raises `ModuleNotFoundError` without cyclopts."""
+    from cyclopts import App, Parameter
+
+    root = App(
+        name="instep",
+        help="Keep LLM inference engines in step with a trainer's weights.",
+        default_parameter=Parameter(negative=()),
+        result_action="return_value",
+    )
+    root.command("instep.cli.demo:demo", name="demo", help="A language model learns while a live engine follows it.")
+    root.command("instep.cli.doctor:doctor", name="doctor", help="What this machine has, and what to do about what it lacks.")
+    return root
+
+
+def exit_code(error: InstepError) -> int:
+    if isinstance(error, DigestMismatch):
+        return DIGESTS_DIFFER
+    if isinstance(error, SyncError) and any(state.serving == "new" for state in error.engines):
+        return PARTLY
+    return FAILED
+
+
+def main() -> None:
+    """Entry point of the console script. Ends the process."""
+    try:
+        root = app()
+    except ModuleNotFoundError as error:
+        if error.name != "cyclopts":
+            raise
+        sys.exit('the instep command needs cyclopts: pip install "instep[cli]"')
+    try:
+        sys.exit(root())
+    except InstepError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
