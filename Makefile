@@ -13,7 +13,7 @@ demo: setup-demo  ## a small language model learns while a live engine follows i
 test: lint  ## everything, with a real vLLM
 	$(BIN)/pytest
 
-check: lint  ## lint, types, layers and unit tests, in under a minute
+check: lint  ## lint, types and unit tests (layers among them), in under a minute
 	$(BIN)/pytest tests/unit
 
 bench: setup-test  ## push SmolLM2-135M and compare with what one would do instead
@@ -23,7 +23,6 @@ lint: setup-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports
 
 setup-demo setup-test: setup-%:
 	@"$(PYTHON)" -c '$(SUITABLE)' || { echo "instep needs Python 3.11 or newer with its venv module: make PYTHON=/path/to/python" >&2; exit 1; }

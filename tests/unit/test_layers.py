@@ -1,0 +1,81 @@
+"""The rules of the repository that a reader relies on: who imports whom, what stays light, how long a file gets."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+import instep
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "instep"
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+FILES = sorted(
+    path for folder in ("src", "tests", "scripts", "bench", "examples") for path in (ROOT / folder).rglob("*.py") if path.stat().st_size
+)
+
+ANYWHERE = {"vllm": ("engine/vllm*.py", "receiver/*", "dropin/*"), "ray": ("generation/ray.py", "engine/vllm.py")}
+"""Files that may import a package at any place."""
+INSIDE_FUNCTIONS = {"vllm": ("demo/*", "cli/self_test.py"), "ray": ()}
+"""Files that may import it inside a function: they work without it too."""
+
+HEAVY = ("torch", "vllm", "transformers", "ray", "matplotlib", "numpy")
+
+
+def test_layers() -> None:
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def imports(tree: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """Top-level package of every import, and whether it happens inside a function."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0], inside
+        yield from imports(node, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_vllm_and_ray_stay_at_the_edge(module: str) -> None:
+    for package, inside in imports(ast.parse((PACKAGE / module).read_text())):
+        if package in ANYWHERE and not any(fnmatch(module, pattern) for pattern in ANYWHERE[package]):
+            allowed = any(fnmatch(module, pattern) for pattern in INSIDE_FUNCTIONS[package])
+            assert allowed, f"{module} must not import {package}"
+            assert inside, f"{module} may import {package} inside a function only"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_file_has_at_most_300_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("module", ["instep", "instep.errors", "instep.config", "instep.protocol", "instep.cli"])
+def test_imports_stay_light(module: str) -> None:
+    program = f"import sys, {module}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    assert loaded == []
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert instep.__all__ == sorted(instep.__all__)
+    assert [name for name in instep.__all__ if not hasattr(instep, name)] == []
+
+
+def test_no_file_names_a_package_index_or_a_folder_of_one_machine() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    wrong = re.compile(r"(?<![\w.-])/(work|home|root|Users)/|pypi\.org|pythonhosted|download\.pytorch", re.IGNORECASE)
+    found = []
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        if path.is_file() and path.suffix not in (".png", ".safetensors"):
+            found += [f"{name}:{number}: {line}" for number, line in enumerate(path.read_text().splitlines(), 1) if wrong.search(line)]
+    assert found == []
