@@ -1,1 +1,32 @@
-"""Keep LLM inference engines in step with a trainer."""
+"""Keep LLM inference engines in step with a trainer.
+
+from instep import WeightSync
+
+sync = WeightSync(source=model, engines=[llm])
+receipt = sync.push(version="step-1")
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from instep.engine.memory import MemoryEngine as MemoryEngine
+    from instep.engine.transformers import TransformersEngine as TransformersEngine
+    from instep.receipt import Receipt as Receipt
+    from instep.sync import WeightSync as WeightSync
+
+_HOMES = {
+    "MemoryEngine": "instep.engine.memory",
+    "Receipt": "instep.receipt",
+    "TransformersEngine": "instep.engine.transformers",
+    "WeightSync": "instep.sync",
+}
+
+__all__ = ["MemoryEngine", "Receipt", "TransformersEngine", "WeightSync"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use: `instep --help` must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'instep' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -68,12 +68,13 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParamMeta(msgspec.Struct, frozen=True, array_like=True):
-    """One parameter of a worker in checkpoint layout; `kept` says why a loader need not write (all of) it."""
+    """One parameter of a worker in checkpoint layout. `spare` of its elements need not be written, for the reason in `kept`."""
 
     name: str
     layer: str
     dtype: str
     shape: tuple[int, ...]
+    spare: int = 0
     kept: str | None = None
 
 

@@ -46,8 +46,8 @@ class Engine(Protocol):
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities (natural log) of `token_ids[1:]`, each given the tokens before it, with the weights being served."""
 
-    def refuse(self, reason: str | None) -> None:
-        """With a reason: `generate` raises `EngineDirty` from now on. With None: it works again."""
+    async def refuse(self, reason: str | None) -> None:
+        """With a reason: requests in flight end now, and `generate` raises `EngineDirty`. With None: it works again."""
 
 
 def connect(obj: Any) -> Engine:

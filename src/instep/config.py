@@ -1,0 +1,54 @@
+"""Settings of a `WeightSync`, checked before anything is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from instep.errors import ConfigError
+
+Require = Literal["all", "any"]
+Caches = Literal["reset", "keep"]
+
+VERSION = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """
+    require: `all` aborts a push before any commit unless every engine has prepared it; `any` goes on with those that have.
+    caches: what happens to KV computed with the old weights. `reset` drops the prefix cache and recomputes requests in flight;
+        `keep` leaves both, for in-flight updates that accept old KV.
+    cast: round the trainer's tensors to the dtypes that the engine stores. Without it a different dtype is a `PlanError`.
+    timeout: seconds that each phase may take on each engine.
+    canary: token ids that engine and trainer both score after a commit.
+    canary_bound: largest accepted difference of two log-probabilities (natural log).
+    """
+
+    require: Require = "all"
+    caches: Caches = "reset"
+    cast: bool = False
+    timeout: float = 60.0
+    canary: Sequence[int] | None = None
+    canary_bound: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.require not in ("all", "any"):
+            raise ConfigError(f"require must be 'all' or 'any', not {self.require!r}")
+        if self.caches not in ("reset", "keep"):
+            raise ConfigError(f"caches must be 'reset' or 'keep', not {self.caches!r}")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
+        if not self.canary_bound > 0:
+            raise ConfigError(f"canary_bound must be positive, not {self.canary_bound!r}")
+        if self.canary is not None and len(self.canary) < 2:
+            raise ConfigError("canary needs at least two token ids: the first is the context of the second")
+
+
+def check_version(version: str) -> str:
+    """Raises `ConfigError` unless `version` is 1 to 128 printable ASCII characters without spaces."""
+    if not isinstance(version, str) or not VERSION.fullmatch(version):
+        raise ConfigError(f"a version is a string of 1 to 128 printable ASCII characters without spaces, not {version!r}")
+    return version

@@ -1,0 +1,223 @@
+"""The engines of one trainer: one request to all workers of each, every wait bounded, and what is known of each engine after any answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from instep.engine import CachePolicy, Engine
+from instep.errors import EngineLost, EngineState, EngineTimeout, InstepError, Serving, VersionConflict, by_name
+from instep.plan.routes import Plan, prove
+from instep.protocol import (
+    CommitRequest,
+    Identity,
+    Manifest,
+    Method,
+    PrepareRequest,
+    Reply,
+    Request,
+    TensorMeta,
+    TraceRequest,
+    WorkerPlan,
+    WorkerReceipt,
+    decode,
+    encode,
+    raw,
+)
+from instep.receipt import EngineReceipt
+
+T = TypeVar("T")
+LATE = "a commit did not answer in time: it is not known which weights are in place"
+
+
+@dataclass
+class Member:
+    """One engine, and what was last heard of it."""
+
+    engine: Engine
+    session: str
+    timeout: float
+    seq: int = 0
+    version: str | None = None
+    serving: Serving = "old"
+    incarnation: str | None = None
+    pushed: str | None = None
+    """The version that this trainer last brought it, within its current incarnation."""
+    attempted: set[str] = field(default_factory=set)
+    """What this trainer told it to commit: a commit may succeed after its deadline."""
+    condemned: str | None = None
+    """Why it refuses to generate."""
+    plan: Plan | None = None
+    holding: set[str] = field(default_factory=set)
+    """Publications that its workers may still read."""
+    failure: InstepError | None = None
+    phase: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    def state(self) -> EngineState:
+        failure = self.failure.args[0] if self.failure else None
+        return EngineState(self.name, self.serving, self.version, self.phase if failure else None, failure)
+
+    def behind(self, version: str) -> bool:
+        return self.version != version or self.serving != "old"
+
+    async def bounded(self, phase: str, action: Awaitable[T]) -> T:
+        """Waits for an engine no longer than the timeout."""
+        self.phase = phase
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await action
+        except TimeoutError:
+            self.serving = "unknown"
+            raise EngineTimeout(f"{self.name} did not answer {phase} within {self.timeout:g} s") from None
+        except EngineLost:
+            self.serving, self.incarnation, self.plan = "unknown", None, None
+            self.holding.clear()
+            raise
+
+    async def call(self, method: Method, body: Any = None) -> list[Reply]:
+        """One reply per worker, in rank order.
+
+        Raises `EngineTimeout`, `EngineLost`, or the first worker's fault as the error that it names.
+        """
+        self.seq += 1
+        payload = encode(Request(self.seq, self.session, raw(body)))
+        replies = sorted(
+            (decode(data, Reply) for data in await self.bounded(method, self.engine.call(method, payload))), key=lambda r: r.rank
+        )
+        if not replies or any(reply.seq != self.seq for reply in replies):
+            self.serving = "unknown"
+            raise EngineLost(f"{self.name} answered {method} out of step: its workers lost count of its requests")
+        versions = {reply.version for reply in replies}
+        mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state == "dirty" for reply in replies)
+        self.serving, self.version = ("dirty", self.version) if mixed else ("old", replies[0].version)
+        for reply in replies:
+            if reply.fault is not None:
+                where = f"{self.name} rank {reply.rank}" if len(replies) > 1 else self.name
+                raise by_name(reply.fault.kind)(f"{where}: {reply.fault.message}", tensor=reply.fault.tensor)
+        return replies
+
+    async def hello(self) -> list[Identity]:
+        """Who is there and what it serves. Raises `VersionConflict` where another trainer has pushed in between."""
+        found = [decode(reply.body, Identity) for reply in await self.call("hello")]
+        if sorted(identity.rank for identity in found) != list(range(found[0].world_size)):
+            raise EngineLost(f"{self.name} has {found[0].world_size} workers, {len(found)} answered")
+        incarnation = ",".join(identity.incarnation for identity in found)
+        if incarnation != self.incarnation:
+            self.incarnation, self.pushed, self.plan = incarnation, None, None
+            self.attempted.clear()
+        if self.serving == "old" and self.version in self.attempted:
+            self.pushed = self.version
+            if self.condemned == LATE:  # the commit that did not answer in time has worked after all
+                await self.bounded("label", self.engine.label(str(self.version)))
+                await self.accept()
+        if self.pushed is not None and self.version != self.pushed and self.serving == "old":
+            raise VersionConflict(
+                f"{self.name} serves {self.version!r}, this trainer left it at {self.pushed!r}: another trainer pushes to it",
+                next_step="stop the other trainer, or make a new WeightSync to take over",
+            )
+        if self.plan and any(identity.plan_signature != self.plan.signature for identity in found):
+            self.plan = None
+        self.holding = {address for identity in found for address in identity.holding}
+        return found
+
+    async def condemn(self, reason: str) -> None:
+        """The engine must not generate until a push heals it."""
+        self.serving, self.condemned = "dirty", reason
+        with suppress(InstepError):  # the error that led here is the one to tell
+            await self.bounded("refuse", self.engine.refuse(reason))
+
+    async def accept(self) -> None:
+        self.condemned = None
+        await self.bounded("resume", self.engine.resume())
+        await self.bounded("resume", self.engine.refuse(None))
+
+    async def trace(self, tensors: list[TensorMeta], signature: str, *, cast: bool) -> None:
+        if self.plan is None or self.plan.signature != signature:
+            replies = await self.call("trace", TraceRequest(tensors, signature))
+            self.plan = prove(self.name, tensors, [decode(reply.body, WorkerPlan) for reply in replies], cast=cast)
+
+    async def prepare(self, manifest: Manifest) -> None:
+        self.holding.add(manifest.location.address)
+        await self.call("prepare", PrepareRequest(manifest, self.plan.signature if self.plan else "", lease=4 * self.timeout))
+
+    async def abort(self) -> None:
+        await self.call("abort")
+        self.holding.clear()
+
+    async def commit(self, manifest: Manifest, caches: CachePolicy) -> EngineReceipt:
+        """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses to generate."""
+        started = time.perf_counter()
+        self.attempted.add(manifest.version)
+        try:
+            await self.bounded("pause", self.engine.pause(caches))
+            replies = await self.call("commit", CommitRequest(manifest.version))
+        except InstepError as error:
+            await self._after_failed_commit(manifest, error)
+            raise
+        self.serving, self.pushed = "new", manifest.version
+        self.holding.clear()
+        await self.bounded("label", self.engine.label(manifest.version))
+        await self.accept()
+        pause = time.perf_counter() - started
+        receipts = [decode(reply.body, WorkerReceipt) for reply in replies]
+        slowest = max(receipts, key=lambda receipt: receipt.seconds["apply"])
+        return EngineReceipt(self.name, pause, slowest.seconds["apply"], slowest.layers, min(receipt.read_back for receipt in receipts))
+
+    async def _after_failed_commit(self, manifest: Manifest, error: InstepError) -> None:
+        """An engine that still serves the old version goes on; one that may not be whole must not generate."""
+        phase = self.phase
+        if self.serving == "old":
+            self.holding.discard(manifest.location.address)
+            with suppress(InstepError):  # the first error is the one to tell
+                await self.bounded("resume", self.engine.resume())
+        else:
+            serving = self.serving
+            await self.condemn(LATE if serving == "unknown" else f"{phase} of {manifest.version}: {error.args[0]}")
+            self.serving = serving
+        self.phase = phase
+
+
+class Fleet:
+    """Asks all members at once; the slowest takes no longer than its timeout."""
+
+    def __init__(self, engines: Sequence[Engine], session: str, timeout: float) -> None:
+        self.session, self.timeout = session, timeout
+        self.members = [Member(engine, session, timeout) for engine in engines]
+        for index, member in enumerate(self.members):
+            if [m.name for m in self.members].count(member.name) > 1:
+                member.engine.name = f"{member.name}-{index}"
+
+    def replace_lost(self, engine: Engine) -> None:
+        """Adds an engine and forgets those that died; it takes over the name of the first of them."""
+        lost = [member for member in self.members if isinstance(member.failure, EngineLost)]
+        if lost:
+            engine.name = lost[0].name
+        self.members = [member for member in self.members if member not in lost] + [Member(engine, self.session, self.timeout)]
+
+    async def each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]]) -> dict[str, T]:
+        """The results by engine name. A member that fails keeps its error in `failure`."""
+
+        async def one(member: Member) -> T | None:
+            try:
+                result = await action(member)
+            except (InstepError, msgspec.DecodeError) as error:
+                member.failure = error if isinstance(error, InstepError) else EngineLost(f"{member.name} sent no valid reply: {error}")
+                return None
+            member.failure = None
+            return result
+
+        results = await asyncio.gather(*(one(member) for member in members))
+        return {member.name: result for member, result in zip(members, results, strict=True) if member.failure is None}  # type: ignore[misc]
+
+    def states(self) -> tuple[EngineState, ...]:
+        return tuple(member.state() for member in self.members)

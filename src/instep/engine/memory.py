@@ -1,0 +1,273 @@
+"""An engine in memory, for tests of your own training loop: no GPU, no vLLM, milliseconds.
+
+    engine = MemoryEngine(model.state_dict(), tp=2)
+    sync = WeightSync(source=model, engines=[engine])
+    engine.inject("commit", "error")          # the next push fails there
+    engine.generate([1, 2, 3], max_tokens=4)  # tokens that depend on every weight
+
+It stores weights as engines do: q, k and v fused, gate and up fused, experts packed, vocabulary padded, the head tied where the checkpoint
+has none, tensor-parallel slices, a tensor derived from weights, a prefix cache. Its workers run the same receiver as vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from instep.digest import MASK, as_bytes, mix, partial
+from instep.engine import CachePolicy
+from instep.errors import EngineDirty, EngineLost
+from instep.protocol import Manifest, Method
+from instep.receiver.state import Receiver
+from instep.transport import open_location
+
+Point = Literal["hello", "trace", "prepare", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
+Kind = Literal["error", "hang", "die"]
+
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+PARTS = {"k_proj": 1, "v_proj": 2, "up_proj": 1}  # order within a fused layer; the first part is 0
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+PAD = 8
+
+
+class MemoryEngine:
+    """
+    checkpoint: names and tensors as `save_pretrained` writes them; the shapes the engine is built from, and its first weights.
+    tp: tensor-parallel workers, 1 or 2. Sizes that are cut must be even.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, torch.Tensor], *, tp: int = 1, name: str = "memory") -> None:
+        self.name = name
+        self.hosts = [MemoryHost(checkpoint, rank, tp) for rank in range(tp)]
+        for host in self.hosts:
+            with host.reload():
+                host.load(checkpoint.items())
+        self.receivers = [Receiver(host, self._open) for host in self.hosts]
+        self.version: str | None = None
+        self.paused = False
+        self.dead = False
+        self.refusal: str | None = None
+        self.prefix_cache: dict[tuple[int, ...], int] = {}
+        self.faults: dict[str, Kind] = {}
+        self.calls: list[str] = []
+
+    def inject(self, point: Point, kind: Kind = "error", *, tensor: int = 0) -> None:
+        """The next call that reaches `point` fails, hangs until its deadline, or takes the process down.
+
+        `tensor` is the index of the tensor at which the last worker's loader fails, for the point "tensor".
+        """
+        if point == "tensor":
+            self.hosts[-1].fail_at = tensor
+        else:
+            self.faults[point] = kind
+
+    def restart(self, checkpoint: Mapping[str, torch.Tensor]) -> MemoryEngine:
+        """A new process of the same engine, with the weights that it starts from."""
+        return MemoryEngine(checkpoint, tp=len(self.hosts), name=self.name)
+
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """Tokens below 1000 that follow from every weight and the prompt. A prompt seen before is answered from the prefix cache.
+
+        Raises `EngineDirty` while a push has left it with parts of two versions.
+        """
+        if self.refusal:
+            raise EngineDirty(f"{self.name} refuses to generate: {self.refusal}")
+        if self.paused:
+            raise RuntimeError(f"{self.name} is paused")
+        weights = self.prefix_cache.setdefault(tuple(prompt), self.fingerprint())
+        state = mix(np.array([weights], np.uint64) + np.uint64(hash(tuple(prompt)) & MASK))
+        tokens = []
+        for _ in range(max_tokens):
+            state = mix(state)
+            tokens.append(int(state[0] % np.uint64(1000)))
+        return tokens
+
+    def fingerprint(self) -> int:
+        """A number that depends on every bit of every weight and derived tensor of every worker."""
+        return sum(host.fingerprint() for host in self.hosts) & MASK
+
+    async def call(self, method: Method, payload: bytes) -> list[bytes]:
+        await self._point(method)
+        return [receiver.handle(method, payload) for receiver in self.receivers]
+
+    async def pause(self, caches: CachePolicy) -> None:
+        await self._point("pause")
+        self.paused = True
+        if caches == "reset":
+            self.prefix_cache.clear()
+
+    async def resume(self) -> None:
+        await self._point("resume")
+        self.paused = False
+
+    async def label(self, version: str) -> None:
+        await self._point("label")
+        self.version = version
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Numbers that stand for log-probabilities: they depend on the weights, and on nothing that a trainer could compute."""
+        return [-(1 + (self.fingerprint() >> shift % 48) % 1000 / 1000) for shift in token_ids[1:]]
+
+    async def refuse(self, reason: str | None) -> None:
+        self.refusal = reason
+
+    async def _point(self, point: str) -> None:
+        self.calls.append(point)
+        if self.dead:
+            raise EngineLost(f"{self.name} is dead")
+        kind = self.faults.pop(point, None)
+        if kind == "hang":
+            await asyncio.Event().wait()
+        if kind == "die":
+            self.dead = True
+            raise EngineLost(f"{self.name} died in {point}")
+        if kind == "error":
+            raise EngineLost(f"{self.name} was told to fail at {point}")
+
+    def _open(self, manifest: Manifest) -> Any:
+        reader = open_location(manifest)
+        if self.faults.pop("digest", None):
+            reader.bytes = reader.bytes ^ np.uint8(1)
+        return reader
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker keeps its part of one checkpoint tensor: `param[index]`, after the tensor was cut along `axis`."""
+
+    param: str
+    index: tuple[int | slice, ...]
+    axis: int | None
+
+
+class MemoryHost:
+    """One worker: a module laid out as engines lay it out, and a loader that takes checkpoint names."""
+
+    def __init__(self, checkpoint: Mapping[str, torch.Tensor], rank: int, tp: int) -> None:
+        self.rank, self.world_size, self.device = rank, tp, "cpu"
+        self.model = nn.Module()
+        self.fail_at: int | None = None
+        self.places: dict[str, Place] = {}
+        rows: dict[str, int] = defaultdict(int)
+        shards = {name: self._shard(name, tensor) for name, tensor in checkpoint.items()}
+        for name in sorted(checkpoint, key=lambda name: (_param(name), PARTS.get(name.split(".")[-2], 0))):
+            self.places[name] = Place(_param(name), self._index(name, shards[name], rows), _axis(name))
+        for name, shard in shards.items():
+            param = _param(name)
+            if EXPERT.fullmatch(name):
+                experts = 1 + max(int(EXPERT.fullmatch(other)[2]) for other in shards if _param(other) == param)  # type: ignore[index]
+                shape = (experts, shard.shape[0] * (2 if param.endswith("w13_weight") else 1), *shard.shape[1:])
+            else:
+                count = -(-rows[param] // PAD) * PAD if param.endswith(VOCABULARY) else rows[param]
+                shape = (count, *shard.shape[1:]) if shard.ndim else ()
+            _register(self.model, param, nn.Parameter(torch.zeros(shape, dtype=shard.dtype), requires_grad=False))
+        if "lm_head.weight" not in checkpoint and "model.embed_tokens.weight" in checkpoint:
+            _register(self.model, "lm_head.weight", self.model.get_parameter("model.embed_tokens.weight"))
+
+    def _index(self, name: str, shard: torch.Tensor, rows: dict[str, int]) -> tuple[int | slice, ...]:
+        if expert := EXPERT.fullmatch(name):
+            half = shard.shape[0]
+            return (
+                (int(expert[2]),)
+                if expert[3] == "down"
+                else (int(expert[2]), slice(half * (expert[3] == "up"), half * (1 + (expert[3] == "up"))))
+            )
+        if not shard.ndim:
+            return ()
+        start = rows[_param(name)]
+        rows[_param(name)] += shard.shape[0]
+        return (slice(start, start + shard.shape[0]),)
+
+    def _shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        axis = _axis(name)
+        if axis is None or self.world_size == 1:
+            return tensor
+        size = -(-tensor.shape[axis] // self.world_size)
+        return tensor.narrow(axis, self.rank * size, min(size, tensor.shape[axis] - self.rank * size))
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for count, (name, tensor) in enumerate(tensors):
+            if self.fail_at == count and not tensor.is_meta:
+                self.fail_at = None
+                raise RuntimeError(f"told to fail at tensor {count}, {name}")
+            if name not in self.places:
+                raise ValueError(f"there is no module or parameter named {name!r}")
+            place = self.places[name]
+            target, shard = self.model.get_parameter(place.param).detach()[place.index], self._shard(name, tensor)
+            if target.shape != shard.shape:
+                raise ValueError(f"cannot load {list(shard.shape)} into {list(target.shape)} of {place.param}")
+            target.copy_(shard)
+
+    @contextmanager
+    def checkpoint_layout(self) -> Iterator[None]:
+        live = [(module, dict(module._parameters)) for module in self.model.modules()]
+        try:
+            for module, parameters in live:
+                for name, param in parameters.items():
+                    if param is not None:
+                        module._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+            yield
+        finally:
+            for module, parameters in live:
+                module._parameters.update(parameters)
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        """Loads in place; what is derived from weights is computed at the end, so a session cut short leaves it stale."""
+        yield
+        for name, module in self.model.named_modules():
+            if name.endswith("qkv_proj"):
+                module.scale = module.get_parameter("weight").float().abs().mean()  # type: ignore[assignment]
+
+    def spare(self, parameter: str) -> tuple[int, str | None]:
+        if not parameter.endswith(VOCABULARY):
+            return 0, None
+        tensor = self.model.get_parameter(parameter)
+        names = [name for name, place in self.places.items() if place.param == parameter]
+        filled = sum(
+            place.index[0].stop - place.index[0].start for name in names if isinstance((place := self.places[name]).index[0], slice)
+        )
+        return (len(tensor) - filled) * tensor.shape[1], "padded vocabulary rows have no weights"
+
+    def fingerprint(self) -> int:
+        derived = [module.scale for name, module in self.model.named_modules() if name.endswith("qkv_proj")]
+        tensors = [*self.model.parameters(), *derived]
+        return sum(partial(as_bytes(tensor), seed=index) for index, tensor in enumerate(tensors)) & MASK  # type: ignore[arg-type]
+
+
+def _param(name: str) -> str:
+    """The engine's parameter for a checkpoint tensor."""
+    if expert := EXPERT.fullmatch(name):
+        return f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight"
+    prefix, _, leaf = name.rpartition(".")
+    parent, _, layer = prefix.rpartition(".")
+    return f"{parent}.{FUSED[layer]}.{leaf}" if layer in FUSED else name
+
+
+def _axis(name: str) -> int | None:
+    """The axis along which tensor parallelism cuts a tensor; None for one that every worker has whole."""
+    if name.endswith(ROW_PARALLEL):
+        return 1
+    layer = name.split(".")[-2] if "." in name else ""
+    return 0 if layer in FUSED or name.endswith(VOCABULARY) else None
+
+
+def _register(model: nn.Module, name: str, param: nn.Parameter) -> None:
+    *path, leaf = name.split(".")
+    module = model
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, param)

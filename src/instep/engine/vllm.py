@@ -1,0 +1,175 @@
+"""vLLM as an engine, seen from the trainer: an `LLM` or an `AsyncLLM` of this process, built with
+
+worker_extension_cls="instep.engine.vllm_worker.WorkerExtension"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from instep.engine import CachePolicy, Engine
+from instep.errors import ConfigError, EngineDirty, EngineLost
+from instep.protocol import Method
+
+T = TypeVar("T")
+EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
+ENTRANCES = ("generate", "chat", "beam_search", "enqueue", "encode", "embed", "classify", "score")
+"""Methods of `LLM` and `AsyncLLM` that run the model."""
+
+
+def adapt(obj: Any) -> Engine | None:
+    """An engine for an `LLM` or an `AsyncLLM`; None for anything else. Raises `ConfigError` where the worker extension is missing."""
+    if not type(obj).__module__.startswith("vllm."):
+        return None
+    config = getattr(obj, "vllm_config", None) or getattr(getattr(obj, "llm_engine", None), "vllm_config", None)
+    if config is None or not hasattr(obj, "collective_rpc"):
+        return None
+    if not config.parallel_config.worker_extension_cls:
+        raise ConfigError(
+            "this vLLM was started without instep's worker extension",
+            next_step=f'start it with worker_extension_cls="{EXTENSION}"',
+        )
+    return AsyncVllmEngine(obj) if asyncio.iscoroutinefunction(obj.collective_rpc) else VllmEngine(obj)
+
+
+class VllmEngine:
+    """`vllm.LLM`. Its calls block, so they run in a thread of their own that can be left behind when a deadline passes."""
+
+    def __init__(self, llm: Any, name: str = "vllm") -> None:
+        self.llm = llm
+        self.name = name
+        self.thread = _Thread(name)
+
+    async def call(self, method: Method, payload: bytes) -> list[bytes]:
+        return await self.thread.run(lambda: self.llm.collective_rpc("instep_call", args=(method, payload)))
+
+    async def pause(self, caches: CachePolicy) -> None:
+        await self.thread.run(lambda: self._utility("pause_scheduler", "keep", caches == "reset"))
+
+    async def resume(self) -> None:
+        await self.thread.run(lambda: self._utility("resume_scheduler"))
+
+    async def label(self, version: str) -> None:
+        if hasattr(self.llm.llm_engine, "set_weight_version"):  # vLLM 0.27 and later
+            await self.thread.run(lambda: self.llm.llm_engine.set_weight_version(version))
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        outputs = await self.thread.run(lambda: self.llm.generate([_prompt(token_ids)], _scoring(), use_tqdm=False))
+        return _prompt_logprobs(outputs[0], token_ids)
+
+    async def refuse(self, reason: str | None) -> None:
+        guard(self.llm, self.name, reason)
+
+    def _utility(self, method: str, *args: Any) -> Any:
+        core = self.llm.llm_engine.engine_core
+        return core.call_utility(method, *args) if hasattr(core, "call_utility") else getattr(core.engine_core, method)(*args)
+
+
+class AsyncVllmEngine:
+    """`AsyncLLM`. Its calls run on the event loop that it lives on, whichever loop the push runs on."""
+
+    def __init__(self, llm: Any, name: str = "vllm") -> None:
+        self.llm = llm
+        self.name = name
+
+    async def call(self, method: Method, payload: bytes) -> list[bytes]:
+        return await self._on_its_loop(self.llm.collective_rpc("instep_call", args=(method, payload)))
+
+    async def pause(self, caches: CachePolicy) -> None:
+        await self._on_its_loop(self.llm.pause_generation(mode="keep", clear_cache=caches == "reset"))
+
+    async def resume(self) -> None:
+        await self._on_its_loop(self.llm.resume_generation())
+
+    async def label(self, version: str) -> None:
+        if hasattr(self.llm, "update_weight_version"):  # vLLM 0.27 and later
+            await self._on_its_loop(self.llm.update_weight_version(version))
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        async def last() -> Any:
+            request = f"instep-canary-{uuid.uuid4().hex}"
+            return [output async for output in self.llm.generate(_prompt(token_ids), _scoring(), request)][-1]
+
+        return _prompt_logprobs(await self._on_its_loop(last()), token_ids)
+
+    async def refuse(self, reason: str | None) -> None:
+        guard(self.llm, self.name, reason)
+        if reason is not None:
+            await self._on_its_loop(self.llm.pause_generation(mode="abort", clear_cache=True))
+
+    async def _on_its_loop(self, call: Coroutine[Any, Any, T]) -> T:
+        handler = self.llm.output_handler  # the task that vLLM starts on the loop of its first caller
+        loop = handler.get_loop() if handler is not None and not handler.done() else None
+        try:
+            if loop is None or loop is asyncio.get_running_loop():
+                return await call
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
+        except Exception as error:
+            raise _lost(self.name, error) from error
+
+
+def guard(llm: Any, name: str, reason: str | None) -> None:
+    """Covers the methods of this one object that run the model, or uncovers them again."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise EngineDirty(f"{name} refuses to generate: {reason}")
+
+    for entrance in ENTRANCES:
+        if reason is None:
+            llm.__dict__.pop(entrance, None)
+        elif hasattr(type(llm), entrance):
+            llm.__dict__[entrance] = refuse
+
+
+def _prompt(token_ids: list[int]) -> dict[str, list[int]]:
+    return {"prompt_token_ids": token_ids}
+
+
+def _scoring() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+
+
+def _prompt_logprobs(output: Any, token_ids: list[int]) -> list[float]:
+    return [float(entry[token].logprob) for entry, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)]
+
+
+def _lost(name: str, error: Exception) -> Exception:
+    """vLLM's own error, or ours where it says that a process is gone."""
+    if type(error).__name__ in ("EngineDeadError", "CancelledError", "BrokenPipeError") or "died" in str(error):
+        return EngineLost(f"{name} lost a process: {type(error).__name__}: {error}")
+    return error
+
+
+class _Thread:
+    """Runs blocking calls one after the other. A call that never returns does not keep the interpreter from ending."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=f"instep-{name}", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            job, future = self.jobs.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+    async def run(self, job: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+        self.jobs.put((job, future))
+        try:
+            return await asyncio.wrap_future(future)
+        except Exception as error:
+            raise _lost(self.name, error) from error

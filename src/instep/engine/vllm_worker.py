@@ -1,0 +1,133 @@
+"""The half of the vLLM engine that runs inside vLLM's workers.
+
+    LLM(model=..., worker_extension_cls="instep.engine.vllm_worker.WorkerExtension")
+
+vLLM mixes the class into its worker; `collective_rpc("instep_call", ...)` then reaches a `Receiver` in every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from instep.receiver.state import Receiver
+
+
+class WorkerExtension:
+    """`self` is vLLM's worker."""
+
+    def instep_call(self, method: str, payload: bytes) -> bytes:
+        """One call of the receiver's protocol: an encoded `Request` in, an encoded `Reply` out. Never raises."""
+        receiver = self.__dict__.get("instep_receiver")
+        if receiver is None:
+            receiver = self.__dict__["instep_receiver"] = Receiver(VllmHost(self))
+        reply: bytes = receiver.handle(method, payload)
+        return reply
+
+
+class VllmHost:
+    """A vLLM worker as a receiver sees it."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.rank: int = worker.rank
+        self.world_size: int = worker.vllm_config.parallel_config.world_size
+        self.device = str(worker.device)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        module: torch.nn.Module = self.worker.model_runner.get_model()
+        return module
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with self._context():
+            self.model.load_weights(tensors)  # type: ignore[operator]
+
+    @contextmanager
+    def checkpoint_layout(self) -> Iterator[None]:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+        with _registered_tensors_put_back(self.model):
+            for layer in self.model.modules():
+                restore_layer_on_meta(layer, get_layerwise_info(layer))
+            yield
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        model = self.model
+        with ExitStack() as stack:
+            stack.enter_context(self._context())
+            on_failure = stack.enter_context(_registered_tensors_put_back(model))
+            initialize_layerwise_reload(model)
+            try:
+                yield
+                finalize_layerwise_reload(model, self.worker.model_runner.model_config)
+            except BaseException:
+                for layer in model.modules():  # a session cut short is forgotten, or the next one would count its tensors too
+                    get_layerwise_info(layer).reset()
+                raise
+            on_failure.forget()
+            refresh_tied(model)
+        if hasattr(self.worker.model_runner, "reset_lora_state"):
+            self.worker.model_runner.reset_lora_state()
+
+    def spare(self, parameter: str) -> tuple[int, str | None]:
+        layer = self.model.get_submodule(parameter.rpartition(".")[0])
+        if (shard := getattr(layer, "shard_indices", None)) is None:
+            return 0, None
+        rows = layer.num_embeddings_per_partition - shard.num_org_elements - shard.num_added_elements
+        return rows * layer.embedding_dim, "padded vocabulary rows have no weights" if rows else None
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """What vLLM sets while it loads a model."""
+        from vllm.config import set_current_vllm_config
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        config = self.worker.vllm_config
+        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device(self.device):
+            yield
+
+
+def refresh_tied(model: torch.nn.Module) -> None:
+    """Lets layers that share another layer's tensor process it once more.
+
+    vLLM's reload handles a tied tensor through one of its layers; on the CPU the other (lm_head) keeps a packed copy of the old weights.
+    """
+    first: dict[int, torch.nn.Module] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or first.setdefault(id(weight), layer) is layer:
+            continue
+        method = getattr(layer, "quant_method", None)
+        if method is not None and hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(layer)
+
+
+class _registered_tensors_put_back:
+    """Puts a model's parameters and buffers back as they were, the same objects in the same registries."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.saved = [(m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+
+    def forget(self) -> None:
+        self.saved = []
+
+    def __enter__(self) -> _registered_tensors_put_back:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, parameters, buffers, non_persistent in self.saved:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(non_persistent)

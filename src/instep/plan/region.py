@@ -1,0 +1,110 @@
+"""Strided boxes of elements in a flat index space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from instep.protocol import Region
+
+Box = tuple[tuple[int, int], ...]
+"""A half-open interval for each dimension of a tensor."""
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a C-contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def whole(shape: Sequence[int]) -> Region:
+    return Region(0, tuple(shape), contiguous_stride(shape))
+
+
+def simplify(region: Region) -> Region:
+    """The same elements in the same order with as few dimensions as possible: sizes of one dropped, adjacent ones merged."""
+    shape: list[int] = []
+    stride: list[int] = []
+    for size, step in zip(region.shape, region.stride, strict=True):
+        if size == 1:
+            continue
+        if shape and stride[-1] == size * step:
+            shape[-1] *= size
+            stride[-1] = step
+        else:
+            shape.append(size)
+            stride.append(step)
+    return Region(region.offset, tuple(shape), tuple(stride))
+
+
+def extent(region: Region) -> tuple[int, int]:
+    """First flat index and one past the last. Empty regions have an empty extent."""
+    if region.numel == 0:
+        return region.offset, region.offset
+    return region.offset, region.offset + 1 + sum((size - 1) * step for size, step in zip(region.shape, region.stride, strict=True))
+
+
+def as_box(region: Region, shape: Sequence[int]) -> Box | None:
+    """The region as intervals of a contiguous tensor of `shape`, or None where it is no such box."""
+    first, last = extent(region)
+    if last == first or last > math.prod(shape):
+        return None
+    strides = contiguous_stride(shape)
+    box = []
+    for size, step in zip(shape, strides, strict=True):
+        low, high = first // step % size, (last - 1) // step % size
+        if high < low:
+            return None
+        box.append((low, high + 1))
+    inside = math.prod(high - low for low, high in box)
+    canonical = simplify(Region(first, tuple(high - low for low, high in box), strides))
+    return tuple(box) if inside == region.numel and set(_axes(canonical)) == set(_axes(simplify(region))) else None
+
+
+def _axes(region: Region) -> list[tuple[int, int]]:
+    return list(zip(region.shape, region.stride, strict=True))
+
+
+def indices(region: Region) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Every flat index of the region, in its order. As many numbers as elements: for regions that are no boxes, and for tests."""
+    grid = np.asarray(region.offset, np.int64)
+    for size, step in zip(region.shape, region.stride, strict=True):
+        grid = np.add.outer(grid, np.arange(size, dtype=np.int64) * step)
+    return grid.reshape(-1)
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return all(low < other_high and other_low < high for (low, high), (other_low, other_high) in zip(a, b, strict=True))
+
+
+def disjoint(regions: Sequence[Region], shape: Sequence[int]) -> bool:
+    """Whether no element of a contiguous tensor of `shape` belongs to two of the regions."""
+    spans = sorted((extent(region), region) for region in regions if region.numel)
+    if all(before[0][1] <= after[0][0] for before, after in pairwise(spans)):
+        return True
+    boxes = [as_box(region, shape) for _, region in spans]
+    if any(box is None for box in boxes):
+        flat = np.concatenate([indices(region) for _, region in spans])
+        return len(np.unique(flat)) == len(flat)
+    # Sorted by their first element, so a box can only meet those that start before it ends.
+    for i, box in enumerate(boxes):
+        for j in range(i + 1, len(boxes)):
+            if spans[j][0][0] >= spans[i][0][1]:
+                break
+            if _overlap(box, boxes[j]):  # type: ignore[arg-type]
+                return False
+    return True
+
+
+def covered(regions: Sequence[Region], shape: Sequence[int]) -> int:
+    """How many elements of a contiguous tensor of `shape` belong to at least one region."""
+    distinct = list({simplify(region): region for region in regions}.values())
+    if disjoint(distinct, shape):
+        return sum(region.numel for region in distinct)
+    return len(np.unique(np.concatenate([indices(region) for region in distinct])))

@@ -1,0 +1,141 @@
+"""The proof that a plan is complete, and what it says of each layer. Pure functions of what the workers' loaders did."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from instep.errors import PlanError
+from instep.plan.region import covered, disjoint, extent
+from instep.protocol import ITEM_BYTES, ParamMeta, Region, Route, TensorMeta, WorkerPlan, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one engine needs of a source: proved complete for all of its workers.
+
+    `casts` maps a tensor to the dtype that the engine stores where that differs from the source's.
+    """
+
+    signature: str
+    workers: tuple[WorkerPlan, ...]
+    casts: dict[str, str]
+
+    def kept(self) -> dict[str, str]:
+        """Engine parameters that the push leaves alone, and why."""
+        return {param.name: param.kept for worker in self.workers for param in worker.params if param.kept}
+
+
+def signature(tensors: Sequence[TensorMeta]) -> str:
+    """Equal for equal lists of names, dtypes, shapes and aliases: a plan holds as long as it does not change."""
+    return hashlib.blake2b(encode(tensors), digest_size=16).hexdigest()
+
+
+def check_metadata(tensors: Sequence[TensorMeta]) -> None:
+    """Raises `PlanError` for a name that occurs twice, an unknown dtype, an alias of nothing or of another shape, an empty list."""
+    if not tensors:
+        raise PlanError("the source has no tensors")
+    by_name: dict[str, TensorMeta] = {}
+    for meta in tensors:
+        if meta.name in by_name:
+            raise PlanError(f"the source names {meta.name!r} twice", tensor=meta.name)
+        if meta.dtype not in ITEM_BYTES:
+            raise PlanError(f"{meta.name}: dtype {meta.dtype} cannot be sent; known: {', '.join(ITEM_BYTES)}", tensor=meta.name)
+        by_name[meta.name] = meta
+    for meta in tensors:
+        target = by_name.get(meta.alias_of) if meta.alias_of else None
+        if meta.alias_of and (target is None or target.alias_of or (target.dtype, target.shape) != (meta.dtype, meta.shape)):
+            raise PlanError(
+                f"{meta.name} is an alias of {meta.alias_of!r}, which is not a tensor of the same dtype and shape", tensor=meta.name
+            )
+
+
+def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPlan], *, cast: bool) -> Plan:
+    """The plan of an engine, or a `PlanError` that names the engine, the parameter or tensor, and what is wrong with it."""
+    for rank, worker in enumerate(workers):
+        _prove_written(f"{engine} rank {rank}", worker)
+    by_name = {meta.name: meta for meta in tensors}
+    _prove_read(engine, by_name, workers)
+    casts = _casts(by_name, workers)
+    if casts and not cast:
+        name, wanted = next(iter(casts.items()))
+        raise PlanError(
+            f"{engine}: {len(casts)} tensors have another dtype than the engine stores, the first is {name}: "
+            f"{by_name[name].dtype} in the source, {wanted} in the engine",
+            tensor=name,
+            next_step="pass cast=True to round them on the way out, or give the trainer and the engine one dtype",
+        )
+    return Plan(signature(tensors), tuple(workers), casts)
+
+
+def _prove_written(where: str, worker: WorkerPlan) -> None:
+    """Each parameter is written exactly once, or kept with a reason."""
+    routes = defaultdict(list)
+    for route in worker.routes:
+        routes[route.param].append(route)
+    for param in worker.params:
+        if param.layer in worker.reload_only:
+            continue
+        targets = [route.target for route in routes[param.name]]
+        if not disjoint(targets, param.shape):
+            raise PlanError(f"{where}: parts of {param.name} are written twice, by {_names(routes[param.name])}", tensor=param.name)
+        missing = Region(0, param.shape, ()).numel - sum(target.numel for target in targets)
+        if missing > param.spare:
+            raise PlanError(_unwritten(where, param, missing, routes[param.name]), tensor=param.name)
+
+
+def _unwritten(where: str, param: ParamMeta, missing: int, routes: Sequence[Route]) -> str:
+    if not routes:
+        return f"{where}: nothing in the source fills {param.name} {list(param.shape)}"
+    gap = next(low for low, _ in _gaps([extent(route.target) for route in routes], Region(0, param.shape, ()).numel))
+    row = gap // max(1, Region(0, param.shape[1:], ()).numel)
+    return (
+        f"{where}: {param.name} {list(param.shape)} is filled in part only, by {_names(routes)}: "
+        f"{missing} elements have no source, the first in row {row}. Engines fuse layers: send all the parts, such as q, k and v, together"
+    )
+
+
+def _gaps(spans: Sequence[tuple[int, int]], end: int) -> Iterable[tuple[int, int]]:
+    position = 0
+    for low, high in sorted(spans):
+        if low > position:
+            yield position, low
+        position = max(position, high)
+    yield position, end
+
+
+def _names(routes: Sequence[Route]) -> str:
+    names = list(dict.fromkeys(route.tensor or "padding" for route in routes))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _prove_read(engine: str, tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> None:
+    """Each tensor is read completely by the engine's workers together. Aliases need no reader: a tied engine has one copy."""
+    opaque = any(worker.reload_only for worker in workers)
+    reads: dict[str, list[Region]] = defaultdict(list)
+    for worker in workers:
+        for route in worker.routes:
+            if route.tensor is not None and route.source is not None:
+                reads[route.tensor].append(route.source)
+    for name, meta in tensors.items():
+        if meta.alias_of:
+            continue
+        if name not in reads and not opaque:
+            raise PlanError(f"{engine}: the engine's loader has no place for {name}", tensor=name)
+        if (got := covered(reads[name], meta.shape)) < meta.numel and not opaque:
+            raise PlanError(
+                f"{engine}: only {got} of the {meta.numel} elements of {name} {list(meta.shape)} are read: its shape is not the engine's",
+                tensor=name,
+            )
+
+
+def _casts(tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dict[str, str]:
+    casts: dict[str, str] = {}
+    for worker in workers:
+        stored = {param.name: param.dtype for param in worker.params}
+        for route in worker.routes:
+            if route.tensor is not None and (dtype := stored[route.param]) != tensors[route.tensor].dtype:
+                casts[tensors[route.tensor].alias_of or route.tensor] = dtype
+    return casts

@@ -1,0 +1,61 @@
+"""What a push reports when it has worked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from instep.errors import EngineState
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReceipt:
+    """One engine that serves the new version. Seconds; `layers` counts how many were applied `direct` and by `reload`."""
+
+    engine: str
+    pause: float
+    apply: float
+    layers: dict[str, int]
+    read_back: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Every engine named in `engines` serves `version`, and its bytes are the trainer's: `digest` is the sum over all tensors.
+
+    seconds: by phase: connect, plan, publish, prepare, commit, canary, total.
+    pause: the longest time that an engine did not generate.
+    canary_gap: largest difference of a log-probability between engines and trainer; None without a canary.
+    non_finite: tensors that hold a NaN or an infinity; they were sent all the same.
+    failed: engines that a push with `require="any"` did not reach.
+    """
+
+    version: str
+    nbytes: int
+    tensors: int
+    seconds: dict[str, float]
+    digest: str
+    engines: tuple[EngineReceipt, ...]
+    canary_gap: float | None = None
+    non_finite: tuple[str, ...] = ()
+    failed: tuple[EngineState, ...] = field(default=())
+
+    @property
+    def pause(self) -> float:
+        return max((engine.pause for engine in self.engines), default=0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self) | {"pause": self.pause}
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in self.seconds.items() if name != "total")
+        lines = [
+            f"{self.version}: {self.nbytes / 1e6:.0f} MB in {self.tensors} tensors to {len(self.engines)} "
+            f"engine{'s' * (len(self.engines) != 1)} in {1e3 * self.seconds['total']:.0f} ms ({phases}), "
+            f"paused {1e3 * self.pause:.0f} ms, digest {self.digest}"
+            + (f", canary gap {self.canary_gap:.2g}" if self.canary_gap is not None else "")
+        ]
+        if self.non_finite:
+            lines.append(f"  not finite: {', '.join(self.non_finite[:5])}{' ...' * (len(self.non_finite) > 5)}")
+        return "\n".join([*lines, *(f"  not reached: {state}" for state in self.failed)])

@@ -1,0 +1,41 @@
+"""Receivers: the half of a push that runs inside an engine's worker, the same code for every engine.
+
+    trace.py    runs the engine's own loader over shapes and writes down where each checkpoint tensor goes
+    apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
+    state.py    the six calls (hello, trace, prepare, commit, abort, status) and the state between them
+
+An engine joins by giving its worker a `Host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class Host(Protocol):
+    """What a receiver needs of the worker it runs in."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    rank: int
+    world_size: int
+    device: str
+
+    def checkpoint_layout(self) -> AbstractContextManager[None]:
+        """Within it every parameter is a shape-only tensor (device `meta`) in the layout that the loader expects.
+        Afterwards the live tensors are back, the same objects as before."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The engine's own loader, fed with checkpoint names."""
+
+    def reload(self) -> AbstractContextManager[None]:
+        """The engine's reload session: `load` within it replaces live weights, derived state is rebuilt at its end.
+        It leaves no shape-only tensor behind, also when it ends with an exception."""
+
+    def spare(self, parameter: str) -> tuple[int, str | None]:
+        """How many elements of this parameter a loader need not write, and why; (0, None) where it must write all."""

@@ -1,0 +1,171 @@
+"""How a prepared version gets into live storage, and which layer takes which way.
+
+*reload*: the engine's own reload session; right for every layer, and slow. *direct*: regions copied straight into live storage. Every
+layer starts on reload. It is promoted after a commit that changed its weights, if its live bytes, read back through its routes, equal the
+source, and if the session neither replaced an attribute of it nor changed a tensor that it holds beside its parameters: then nothing is
+derived from its weights that a plain copy would leave stale.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+
+import torch
+
+from instep.errors import DigestMismatch
+from instep.protocol import Region, Route, WorkerPlan
+from instep.receiver import Host
+from instep.receiver.trace import layer_of, owners
+
+Tensors = Mapping[str, torch.Tensor]
+UNPROVED = "not proved yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was seen before a reload session: the attributes of every module, and the layers whose live bytes were not yet the new ones."""
+
+    attributes: dict[str, dict[str, object]]
+    stale: set[str]
+
+
+@dataclass
+class Applier:
+    """The copies of one worker. `direct` holds the promoted layers, `reload` the others with the reason."""
+
+    host: Host
+    plan: WorkerPlan
+    direct: set[str] = field(default_factory=set)
+    reload: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.routes: dict[str, list[Route]] = defaultdict(list)
+        for route in self.plan.routes:
+            self.routes[layer_of(route.param)].append(route)
+        self.reload = {layer: self.plan.reload_only.get(layer, UNPROVED) for layer in self.routes.keys() | self.plan.reload_only.keys()}
+
+    def apply(self, tensors: Tensors) -> None:
+        """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
+        live = dict(_live(self.host.model))
+        for layer in self.direct:
+            for route in self.routes[layer]:
+                if route.tensor is not None and route.source is not None:
+                    view(live[route.param], route.target).copy_(view(tensors[route.tensor], route.source))
+        if not self.reload:
+            return
+        evidence = self._evidence(tensors) if UNPROVED in self.reload.values() else None
+        with self.host.reload():
+            self.host.load(self._wanted(tensors))
+        if evidence is not None:
+            self._promote(evidence, tensors)
+
+    def read_back(self, tensors: Tensors) -> int:
+        """How many tensors the direct layers hold, bit for bit. Raises `DigestMismatch` naming the first that differs."""
+        live = dict(_live(self.host.model))
+        names = set()
+        for layer in self.direct:
+            for route in self.routes[layer]:
+                if route.tensor is not None and not holds(live[route.param], route, tensors):
+                    raise DigestMismatch(f"{route.param} does not hold the bytes of {route.tensor} after the copy", tensor=route.tensor)
+                names.add(route.tensor)
+        return len(names - {None})
+
+    def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that layers on reload read, in the order of the plan; all of them where a layer's reads are not known."""
+        if any(layer in self.plan.reload_only for layer in self.reload):
+            yield from tensors.items()
+            return
+        names = dict.fromkeys(route.tensor for layer, routes in self.routes.items() if layer in self.reload for route in routes)
+        yield from ((name, tensors[name]) for name in names if name is not None)
+
+    def _evidence(self, tensors: Tensors) -> Evidence:
+        live = dict(_live(self.host.model))
+        stale = {layer for layer, reason in self.reload.items() if reason == UNPROVED and self._difference(layer, live, tensors)}
+        return Evidence({name: attributes(module) for name, module in self.host.model.named_modules(remove_duplicate=False)}, stale)
+
+    def _promote(self, before: Evidence, tensors: Tensors) -> None:
+        """Decides about layers whose weights this commit changed; the others say nothing of what follows from their weights."""
+        live = dict(_live(self.host.model))
+        owner = owners(self.host.model)
+        tied = {layer_of(name) for pair in owner.items() if pair[0] != pair[1] for name in pair}
+        for name, module in self.host.model.named_modules(remove_duplicate=False):
+            changed = changes(before.attributes[name], attributes(module))
+            if changed and name not in self.routes:
+                # Derived from some layer's weights, we cannot tell which: the session, which rebuilds it, runs on every commit.
+                self.reload[name] = f"{changed} is derived from weights"
+            elif changed and self.reload.get(name) == UNPROVED:
+                self.reload[name] = f"{changed} is derived from its weights"
+        for layer in [layer for layer in before.stale if self.reload.get(layer) == UNPROVED]:
+            if layer in tied:
+                self.reload[layer] = "another layer is tied to it"
+            elif different := self._difference(layer, live, tensors):
+                self.reload[layer] = f"{different} is not stored as the checkpoint has it"
+            else:
+                self.direct.add(layer)
+                del self.reload[layer]
+
+    def _difference(self, layer: str, live: Tensors, tensors: Tensors) -> str | None:
+        """The first parameter of a layer that does not hold what its routes bring, or None."""
+        return next((r.param for r in self.routes[layer] if r.tensor is not None and not holds(live[r.param], r, tensors)), None)
+
+
+def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """`region` of a contiguous tensor, without a copy."""
+    return tensor.as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
+
+
+def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
+    """Whether a live parameter has, bit for bit, what a route brings to it. False where it is laid out in another way."""
+    if route.tensor is None or route.source is None:
+        return True
+    source = tensors[route.tensor]
+    if param.dtype != source.dtype or not param.is_contiguous() or _end(route.target) > param.numel():
+        return False
+    return torch.equal(_bits(view(param, route.target)), _bits(view(source, route.source).to(param.device)))
+
+
+def _end(region: Region) -> int:
+    return region.offset + 1 + sum((size - 1) * step for size, step in zip(region.shape, region.stride, strict=True))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor as integers: NaNs are compared by their bits, and -0.0 is not 0.0."""
+    size = tensor.element_size()
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+
+
+def _live(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield name, param.detach()
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def attributes(module: torch.nn.Module) -> dict[str, object]:
+    """What a layer holds beside its parameters and submodules, one level into its quantisation method. Values are kept alive, so that
+    an object that is replaced cannot be mistaken for its successor; tensors are copied, so that a change in place is seen."""
+    found: dict[str, object] = {}
+    for prefix, owner in (("", module), ("quant_method.", getattr(module, "quant_method", None))):
+        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+            if name not in ("_parameters", "_modules", "quant_method"):
+                found[prefix + name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    for name, buffer in found.pop("_buffers", {}).items():  # type: ignore[attr-defined]
+        found[name] = buffer.detach().clone() if buffer is not None else None
+    return found
+
+
+SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, MethodType)
+
+
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
+    """The first attribute that was replaced, added or changed."""
+    for name in (*after, *(before.keys() - after.keys())):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            if old.dtype != new.dtype or old.shape != new.shape or not torch.equal(_bits(old.contiguous()), _bits(new.contiguous())):
+                return name
+        elif old is not new and not (isinstance(old, SIMPLE) and isinstance(new, SIMPLE) and old == new):
+            return name
+    return None

@@ -1,0 +1,201 @@
+"""The receiver: six calls, and what a worker knows between them.
+
+                 prepare                    commit
+    serving old ─────────▶ serving old ───────────────▶ serving new
+         ▲       abort      (prepared)       │ fails after the first write
+         └────────────────────┘              ▼
+                                           dirty ── prepare, commit ──▶ serving new
+
+Nothing visible changes before commit. A method never raises: what went wrong is the reply's fault, because vLLM's executor loses step with
+its workers' replies after one of them raises.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from instep.digest import digests, total
+from instep.errors import ApplyError, ConfigError, DigestMismatch, InstepError, PlanError, TransportError, VersionConflict
+from instep.plan.routes import signature
+from instep.protocol import (
+    CommitRequest,
+    Fault,
+    Identity,
+    Manifest,
+    PrepareRequest,
+    Reply,
+    Request,
+    State,
+    TraceRequest,
+    WorkerReceipt,
+    decode,
+    encode,
+    raw,
+)
+from instep.receiver import Host
+from instep.receiver.apply import Applier
+from instep.receiver.trace import trace
+from instep.transport import Reader, open_location
+
+
+class _Prepared(msgspec.Struct):
+    manifest: Manifest
+    session: str
+    reader: Reader
+    expires: float
+    seconds: float
+
+
+class Receiver:
+    """One per worker. `handle` is its only entry.
+
+    open_reader: how a published version is opened; tests replace it.
+    """
+
+    def __init__(self, host: Host, open_reader: Callable[[Manifest], Reader] = open_location) -> None:
+        self.host = host
+        self.open_reader = open_reader
+        self.incarnation = uuid.uuid4().hex
+        self.state: State = "serving"
+        self.version: str | None = None
+        self.history: dict[str, str] = {}  # digest of each version that was served
+        self.last_error: str | None = None
+        self.applier: Applier | None = None
+        self.signature: str | None = None
+        self.prepared: _Prepared | None = None
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        """Runs one call and encodes its reply. Never raises."""
+        seq, body, fault = -1, None, None
+        try:
+            request = decode(payload, Request)
+            seq = request.seq
+            calls = {
+                "hello": self.status,
+                "status": self.status,
+                "trace": self.trace,
+                "prepare": self.prepare,
+                "commit": self.commit,
+                "abort": self.abort,
+            }
+            if method not in calls:
+                raise ConfigError(f"unknown method {method!r}")
+            body = calls[method](request)
+        except Exception as error:
+            kind = type(error).__name__ if isinstance(error, InstepError) else "ApplyError"
+            text = error.args[0] if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
+            fault = Fault(kind, str(text), getattr(error, "tensor", None))
+            self.last_error = f"{method}: {text}"
+        return encode(Reply(seq, self.host.rank, self.state, self.version, fault, raw(body)))
+
+    def status(self, _: Request) -> Identity:
+        prepared = self.prepared
+        return Identity(
+            incarnation=self.incarnation,
+            rank=self.host.rank,
+            world_size=self.host.world_size,
+            device=self.host.device,
+            pid=os.getpid(),
+            plan_signature=self.signature,
+            prepared=prepared.manifest.version if prepared else None,
+            holding=[prepared.manifest.location.address] if prepared else [],
+            last_error=self.last_error,
+        )
+
+    def trace(self, request: Request) -> Any:
+        wanted = decode(request.body, TraceRequest)
+        if wanted.signature != signature(wanted.tensors):
+            raise PlanError("the list of tensors is not the one that was signed")
+        plan = trace(self.host, wanted.tensors)
+        self._drop()
+        self.applier, self.signature = Applier(self.host, plan), wanted.signature
+        return plan
+
+    def prepare(self, request: Request) -> None:
+        """Opens the version and proves its bytes. What the engine serves does not change."""
+        wanted = decode(request.body, PrepareRequest)
+        manifest = wanted.manifest
+        if self.applier is None or wanted.signature != self.signature:
+            raise PlanError("the worker has no plan for these tensors: it was restarted, or the source changed. Push again")
+        if self.prepared and self.prepared.session != request.session and time.monotonic() < self.prepared.expires:
+            raise VersionConflict(f"another trainer is pushing {self.prepared.manifest.version!r} to this engine")
+        if self.history.get(manifest.version, (mark := total(manifest.digests))) != mark:
+            raise VersionConflict(
+                f"version {manifest.version!r} was served before, with other bytes; give each set of weights a name of its own"
+            )
+        if manifest.base is not None and manifest.base != self.version and self.state == "serving":
+            raise VersionConflict(f"version {manifest.version!r} follows {manifest.base!r}, but the engine serves {self.version!r}")
+        self._drop()
+        started = time.perf_counter()
+        reader = self.open_reader(manifest)
+        try:
+            check_arrival(manifest, reader)
+        except BaseException:
+            reader.close()
+            raise
+        self.prepared = _Prepared(manifest, request.session, reader, time.monotonic() + wanted.lease, time.perf_counter() - started)
+
+    def commit(self, request: Request) -> WorkerReceipt:
+        """Between two engine steps: copies, rebuilds derived state, proves, and takes the version."""
+        wanted = decode(request.body, CommitRequest)
+        prepared, applier = self.prepared, self.applier
+        if prepared is None or applier is None or prepared.manifest.version != wanted.version or prepared.session != request.session:
+            raise VersionConflict(f"version {wanted.version!r} is not prepared here")
+        manifest, reader = prepared.manifest, prepared.reader
+        tensors = {meta.name: reader.tensor(meta) for meta in manifest.tensors}
+        started = time.perf_counter()
+        self.state = "dirty"
+        try:
+            with torch.no_grad():
+                applier.apply(tensors)
+                applied = time.perf_counter()
+                count = applier.read_back(tensors)
+        except InstepError:
+            raise
+        except Exception as error:
+            raise ApplyError(f"the engine's loader failed: {type(error).__name__}: {error}") from error
+        finally:
+            tensors.clear()
+            released = self._drop()
+        if not released:
+            raise ApplyError("the engine's loader kept views of the published bytes, which the next version will overwrite")
+        done = time.perf_counter()
+        self.state, self.version, self.last_error = "serving", manifest.version, None
+        self.history[manifest.version] = total(manifest.digests)
+        return WorkerReceipt(
+            rank=self.host.rank,
+            nbytes=sum(meta.nbytes for meta in manifest.tensors if not meta.alias_of),
+            seconds={"arrive": prepared.seconds, "apply": applied - started, "read_back": done - applied},
+            layers={"direct": len(applier.direct), "reload": len(applier.reload)},
+            read_back=count,
+        )
+
+    def abort(self, _: Request) -> None:
+        """Forgets what was prepared. Safe to repeat; a dirty worker stays dirty."""
+        self._drop()
+
+    def _drop(self) -> bool:
+        """Closes what was prepared. False if something still refers to its bytes."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is None or prepared.reader.close():
+            return True
+        gc.collect()  # an exception's frames and modules' cycles may hold views for a while
+        return prepared.reader.close()
+
+
+def check_arrival(manifest: Manifest, reader: Reader) -> None:
+    """Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published."""
+    own = [meta for meta in manifest.tensors if not meta.alias_of]
+    for name, got in digests((meta, reader.data(meta)) for meta in own).items():
+        if name not in manifest.digests:
+            raise TransportError(f"the manifest has no digest for {name}", tensor=name)
+        if got != manifest.digests[name]:
+            raise DigestMismatch(f"{name} arrived with digest {got:016x}, the trainer sent {manifest.digests[name]:016x}", tensor=name)

@@ -1,0 +1,162 @@
+"""Routes by watching the engine's own loader work on tensors that have shapes but no bytes.
+
+Every `copy_` from a checkpoint tensor into a parameter is written down as (region of the tensor) -> (region of the parameter). No knowledge
+of a model family is needed: fused layers, tensor-parallel slices, padding and experts are whatever the loader does. What cannot be
+written as copies (arithmetic on the way, in-place updates) marks its layer as `reload_only`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep.errors import InstepError, PlanError
+from instep.plan.region import simplify
+from instep.protocol import ParamMeta, Region, Route, TensorMeta, WorkerPlan
+from instep.receiver import Host
+
+aten = torch.ops.aten
+SAME_ELEMENTS = (aten.clone.default, aten._to_copy.default, aten.contiguous.default)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def trace(host: Host, tensors: Sequence[TensorMeta]) -> WorkerPlan:
+    """What the worker's loader would do with `tensors`. Nothing live is written.
+
+    Raises `PlanError`, naming the tensor, where the loader refuses it.
+    """
+    real = [meta for meta in tensors if not meta.alias_of]
+    live_owner = owners(host.model)
+    plan = _watch(host, real, live_owner)
+    # Aliases are offered only to an engine that misses them: a loader that ties its head may not know the name.
+    if len(real) < len(tensors) and any(_unwritten(plan)):
+        plan = _watch(host, tensors, live_owner)
+    return plan
+
+
+def owners(model: torch.nn.Module) -> dict[str, str]:
+    """For each parameter name, the first name that stands for the same tensor: another one where two layers are tied."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def _unwritten(plan: WorkerPlan) -> Iterator[str]:
+    written = {route.param for route in plan.routes}
+    return (param.name for param in plan.params if param.name not in written and not param.spare)
+
+
+def _watch(host: Host, tensors: Sequence[TensorMeta], live_owner: dict[str, str]) -> WorkerPlan:
+    offered = [(meta.name, torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")) for meta in tensors]
+    current: list[str] = []
+
+    def feed() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in offered:
+            current[:] = [name]
+            yield name, tensor
+
+    with host.checkpoint_layout():
+        watcher = _Watcher(host.model, dict(offered))
+        try:
+            with torch.no_grad(), watcher:
+                host.load(feed())
+        except InstepError:
+            raise
+        except Exception as error:
+            name = current[0] if current else "the first tensor"
+            shape = next((list(meta.shape) for meta in tensors if meta.name == name), "")
+            raise PlanError(f"the engine's loader refuses {name} {shape}: {type(error).__name__}: {error}", tensor=name) from error
+        return watcher.plan(host, live_owner)
+
+
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows storages: those of parameters, those of checkpoint tensors, and plain copies of the latter."""
+
+    def __init__(self, model: torch.nn.Module, offered: dict[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.params = {name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)}
+        self.buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
+        self.targets = {_storage(tensor): name for name, tensor in (*self.buffers.items(), *self.params.items())}
+        self.sources = {_storage(tensor): (name, None) for name, tensor in offered.items()}
+        self.copies: dict[int, tuple[str, Region]] = {}
+        self.alive: list[torch.Tensor] = list(offered.values())  # a freed storage's address could be given to another
+        self.routes: list[Route] = []
+        self.opaque: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            self._scalar = self._region(args[0])
+            return 0.0
+        target = self.targets.get(_storage(args[0])) if args and isinstance(args[0], torch.Tensor) else None
+        if target is not None and func._schema.is_mutable:
+            self._write(func, target, args)
+        result = func(*args, **kwargs)
+        if func in SAME_ELEMENTS and isinstance(result, torch.Tensor) and (found := self._region(args[0])) is not None:
+            self.alive.append(result)
+            self.copies[_storage(result)] = found
+        return result
+
+    def _write(self, func: Any, target: str, args: Any) -> None:
+        where = _as_region(args[0])
+        if func is aten.copy_.default:
+            found = self._region(args[1].expand(args[0].shape)) if isinstance(args[1], torch.Tensor) else None
+            if found is None:
+                self.opaque[target] = "the loader computes its values on the way"
+            else:
+                self.routes.append(Route(found[0], found[1], target, where))
+        elif func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
+            scalar, self._scalar = self._scalar, None
+            if scalar is None:
+                self.routes.append(Route(None, None, target, where))
+            elif where.numel == 1:
+                self.routes.append(Route(scalar[0], Region(scalar[1].offset, where.shape, where.stride), target, where))
+            else:
+                self.opaque[target] = "the loader fills it from a scalar"
+        else:
+            self.opaque[target] = f"the loader updates it in place ({func.__name__})"
+
+    _scalar: tuple[str, Region] | None = None
+
+    def _region(self, tensor: torch.Tensor) -> tuple[str, Region] | None:
+        """Which elements of which checkpoint tensor these are, or None."""
+        storage = _storage(tensor)
+        if storage in self.sources:
+            return self.sources[storage][0], _as_region(tensor)
+        if storage in self.copies:
+            name, origin = self.copies[storage]
+            flat = simplify(origin)
+            if flat.stride in ((), (1,)):  # a view of a copy of a contiguous run is a view of the run
+                return name, Region(origin.offset + int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+            if tensor.is_contiguous() and tensor.numel() == origin.numel and tuple(tensor.shape) == origin.shape:
+                return name, origin
+        return None
+
+    def plan(self, host: Host, live_owner: dict[str, str]) -> WorkerPlan:
+        written = {route.param for route in self.routes}
+        params = []
+        for name, tensor in self.params.items():
+            spare, why = host.spare(name)
+            if name not in written and live_owner.get(name, name) != name:
+                spare, why = tensor.numel(), f"the same tensor as {live_owner[name]}"
+            params.append(ParamMeta(name, layer_of(name), dtype_name(tensor.dtype), tuple(tensor.shape), spare, why))
+        for name in sorted(self.buffers.keys() & written):
+            params.append(ParamMeta(name, layer_of(name), dtype_name(self.buffers[name].dtype), tuple(self.buffers[name].shape)))
+        return WorkerPlan(params, self.routes, {layer_of(name): reason for name, reason in self.opaque.items()})
+
+
+def layer_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _as_region(tensor: torch.Tensor) -> Region:
+    return Region(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())

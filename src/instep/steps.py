@@ -1,0 +1,206 @@
+"""The steps of a push, in the order in which `sync.py` takes them. Each takes what the one before it gave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from instep.config import Config
+from instep.digest import total
+from instep.engine.fleet import Fleet, Member
+from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, VersionConflict
+from instep.plan.routes import check_metadata, signature
+from instep.protocol import Manifest, TensorMeta
+from instep.receipt import EngineReceipt, Receipt
+from instep.source import Source
+from instep.telemetry import Event, Sink
+from instep.transport import Transport
+
+
+@dataclass
+class Session:
+    """What one `WeightSync` has, and remembers from push to push."""
+
+    config: Config
+    source: Source
+    fleet: Fleet
+    transport: Transport
+    sinks: Sequence[Sink]
+    history: list[str] = field(default_factory=list)
+    current: Manifest | None = None
+    """The version that at least one engine serves, still published."""
+    non_finite: tuple[str, ...] = ()
+    expected: list[float] | None = None
+    """What the trainer's forward said of the canary when the current version was published."""
+
+
+class Push:
+    """One push of one version. Keeps the time of each step."""
+
+    def __init__(self, session: Session, version: str) -> None:
+        self.session = session
+        self.version = version
+        self.seconds: dict[str, float] = {}
+        self.started = time.perf_counter()
+
+    def describe(self) -> list[TensorMeta]:
+        """The source's tensors.
+
+        Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense.
+        """
+        history = self.session.history
+        if self.version in history:
+            age = len(history) - 1 - history.index(self.version)
+            raise VersionConflict(
+                f"version {self.version!r} was pushed before" + (f", {age} versions ago" if age else ": it is the current one"),
+                next_step="give each set of weights a name of its own; `catch_up()` brings the current version to engines that lack it",
+            )
+        with self.phase("describe"):
+            tensors = self.session.source.metadata()
+            check_metadata(tensors)
+        return tensors
+
+    async def connect(self) -> list[Member]:
+        """The engines that answer. Raises where `require="all"` and one does not."""
+        with self.phase("connect"):
+            fleet = self.session.fleet
+            await fleet.each(fleet.members, Member.hello)
+        return self._remaining(fleet.members)
+
+    async def plan(self, members: Sequence[Member], tensors: list[TensorMeta]) -> list[TensorMeta]:
+        """Proves for each engine that the tensors fill it, the first time that it sees their list. Returns them with the dtypes to send."""
+        with self.phase("plan"):
+            wanted = signature(tensors)
+            cast = self.session.config.cast
+            await self.session.fleet.each(members, lambda member: member.trace(tensors, wanted, cast=cast))
+        self._remaining(members)
+        casts: dict[str, str] = {}
+        for member in members:
+            for name, dtype in member.plan.casts.items() if member.plan else ():
+                if casts.setdefault(name, dtype) != dtype:
+                    raise PlanError(f"engines store {name} in different dtypes, {casts[name]} and {dtype}: give them a WeightSync each")
+        return [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
+
+    def publish(self, tensors: list[TensorMeta], base: str | None) -> Manifest:
+        """Copies the source once. Raises `SourceError` where the trainer changed a tensor meanwhile: nothing has been sent."""
+        session = self.session
+        with self.phase("publish"):
+            self._free_left_versions()
+            before = session.source.stamp()
+            published = session.transport.publish(tensors, self._counted(tensors))
+            if session.source.stamp() != before:
+                raise SourceError(
+                    "the trainer changed its weights while they were copied; no engine was touched",
+                    next_step="push between optimizer steps, from the thread that steps",
+                )
+        with self.phase("canary"):
+            session.expected = session.source.score(list(session.config.canary)) if session.config.canary else None
+        session.non_finite = published.non_finite
+        return Manifest(self.version, base, tensors, published.digests, published.location)
+
+    async def prepare(self, members: Sequence[Member], manifest: Manifest) -> list[Member]:
+        """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all."""
+        with self.phase("prepare"):
+            await self.session.fleet.each(members, lambda member: member.prepare(manifest))
+        try:
+            return self._remaining(members)
+        except InstepError:
+            failures = [(member, member.failure) for member in members]
+            await self.session.fleet.each([member for member, failure in failures if failure is None], Member.abort)
+            for member, failure in failures:
+                member.failure = failure
+            raise
+
+    async def commit(self, members: Sequence[Member], manifest: Manifest) -> dict[str, EngineReceipt]:
+        """Each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards."""
+        session = self.session
+        with self.phase("commit"):
+            done = await session.fleet.each(members, lambda member: member.commit(manifest, session.config.caches))
+        if done:
+            session.current = manifest
+            if self.version not in session.history:
+                session.history.append(self.version)
+        self._remaining(members)
+        return done
+
+    async def receipt(self, done: dict[str, EngineReceipt], manifest: Manifest) -> Receipt:
+        """Asks the engines for the canary, and says what was done."""
+        session = self.session
+        gap = await self._canary([member for member in session.fleet.members if member.name in done])
+        self.seconds["total"] = time.perf_counter() - self.started
+        sent = [meta for meta in manifest.tensors if not meta.alias_of]
+        receipt = Receipt(
+            version=self.version,
+            nbytes=sum(meta.nbytes for meta in sent),
+            tensors=len(sent),
+            seconds=self.seconds,
+            digest=total(manifest.digests),
+            engines=tuple(done.values()),
+            canary_gap=gap,
+            non_finite=session.non_finite,
+            failed=tuple(member.state() for member in session.fleet.members if member.failure),
+        )
+        self.tell(Event("done", self.version, receipt=receipt))
+        return receipt
+
+    async def _canary(self, members: Sequence[Member]) -> float | None:
+        session, expected = self.session, self.session.expected
+        if not session.config.canary or expected is None:
+            return None
+        tokens = list(session.config.canary)
+        with self.phase("canary"):
+            scores = await session.fleet.each(members, lambda m: m.bounded("canary", m.engine.score(tokens)))
+        self._remaining(members)
+        gaps = {name: float((torch.tensor(score) - torch.tensor(expected)).abs().max()) for name, score in scores.items()}
+        bound = session.config.canary_bound
+        bad = [member for member in members if not gaps[member.name] <= bound]
+        for member in bad:
+            text = f"log-probabilities differ from the trainer's by up to {gaps[member.name]:.3g}, the bound is {bound:g}"
+            member.failure = CanaryError(f"{member.name} computes something else than the trainer: {text}")
+            await member.condemn(text)
+        self._remaining(members)
+        return max(gaps.values(), default=None)
+
+    def _remaining(self, members: Sequence[Member]) -> list[Member]:
+        """The members that have not failed. Raises the failure where the config asks for all of them, or where none is left."""
+        failed = [member for member in members if member.failure is not None]
+        first = next((m.failure for m in failed if not isinstance(m.failure, SyncError)), failed[0].failure if failed else None)
+        if first is None:
+            return list(members)
+        if self.session.config.require == "any" and len(failed) < len(members):
+            return [member for member in members if member.failure is None]
+        if isinstance(first, SyncError):
+            first.version, first.engines = self.version, self.session.fleet.states()
+        raise first
+
+    def _free_left_versions(self) -> None:
+        """Hands the memory of versions that no engine reads any more to the next one."""
+        session = self.session
+        held = {address for member in session.fleet.members for address in member.holding}
+        session.current = None if session.current and session.current.location.address not in held else session.current
+        session.transport.release_all_but(held)
+
+    def _counted(self, tensors: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+        nbytes, sizes = 0, {meta.name: meta.nbytes for meta in tensors}
+        everything = sum(meta.nbytes for meta in tensors if not meta.alias_of)
+        for name, value in self.session.source.tensors():
+            yield name, value
+            nbytes += sizes.get(name, 0)
+            self.tell(Event("bytes", self.version, "publish", nbytes, everything))
+
+    def tell(self, event: Event) -> None:
+        for sink in self.session.sinks:
+            sink(event)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.tell(Event("phase", self.version, name))
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

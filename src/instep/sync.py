@@ -1,0 +1,145 @@
+"""The story of a push. Read this first, then `steps.py`, then the folder with the name of the step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from instep.config import Caches, Config, Require, check_version
+from instep.engine import connect
+from instep.engine.fleet import Fleet, Member
+from instep.errors import ConfigError, EngineState, InstepError, VersionConflict
+from instep.receipt import Receipt
+from instep.source import open_source
+from instep.steps import Push, Session
+from instep.telemetry import Event, Sink, log
+from instep.transport.shm import ShmTransport
+
+T = TypeVar("T")
+
+
+class WeightSync:
+    """Keeps engines in step with a trainer.
+
+        sync = WeightSync(source=model, engines=[llm])
+        for step in range(steps):
+            train(model)
+            receipt = sync.push(version=f"step-{step}")  # every engine serves it now, or the error says which do not
+
+    Invariant: an engine serves one whole version, and its label is changed only after its bytes were proved to be the trainer's. A push
+    copies the weights once, before it moves anything: from then on the trainer may change them.
+
+    source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, or a `Source`.
+    engines: `vllm.LLM`, `AsyncLLM`, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
+    The other settings are those of `instep.config.Config`. `sinks` receive an `Event` at a time (see `instep.telemetry`).
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        engines: Sequence[Any],
+        *,
+        require: Require = "all",
+        caches: Caches = "reset",
+        cast: bool = False,
+        timeout: float = 60.0,
+        canary: Sequence[int] | None = None,
+        canary_bound: float = 1.0,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        config = Config(require, caches, cast, timeout, canary, canary_bound)
+        if not engines:
+            raise ConfigError("a WeightSync needs at least one engine")
+        fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout)
+        self._session = Session(config, open_source(source), fleet, ShmTransport(), (log, *sinks))
+        self._busy = threading.Lock()
+
+    def push(self, version: str, *, base: str | None = None) -> Receipt:
+        """Brings every engine to the source's weights of this moment and labels them `version`.
+
+        base: refuse unless every engine serves this version now.
+
+        Raises `PlanError`, `VersionConflict`, `SourceError`, `TransportError`: every engine still serves what it served.
+        Raises `SyncError` or a subclass: `.engines` says what each engine serves now.
+        """
+        return _run(self.apush(version, base=base))
+
+    async def apush(self, version: str, *, base: str | None = None) -> Receipt:
+        """`push` for asyncio. The copy of the weights is made without giving up the event loop."""
+        with self._exclusive(check_version(version)) as push:
+            tensors = push.describe()
+            members = await push.connect()
+            tensors = await push.plan(members, tensors)
+            manifest = push.publish(tensors, base)  # from here on the trainer may change its weights
+            ready = await push.prepare(members, manifest)
+            done = await push.commit(ready, manifest)
+            return await push.receipt(done, manifest)
+
+    def catch_up(self, engine: Any = None) -> Receipt:
+        """Brings engines that do not serve the current version to it: restarted ones, and those that a push did not reach.
+
+        engine: a new engine that takes the place of those that died.
+        Raises `VersionConflict` where no version is held: nothing was pushed yet, or the last push reached no engine.
+        """
+        return _run(self.acatch_up(engine))
+
+    async def acatch_up(self, engine: Any = None) -> Receipt:
+        """`catch_up` for asyncio."""
+        manifest = self._session.current
+        if manifest is None:
+            raise VersionConflict("there is no current version to catch up with: push one")
+        if engine is not None:
+            self._session.fleet.replace_lost(connect(engine))
+        with self._exclusive(manifest.version) as push:
+            behind = [member for member in await push.connect() if member.behind(manifest.version)]
+            await push.plan(behind, manifest.tensors)
+            ready = await push.prepare(behind, manifest)
+            done = await push.commit(ready, manifest)
+            return await push.receipt(done, manifest)
+
+    def status(self) -> tuple[EngineState, ...]:
+        """What each engine serves, asked now."""
+        return _run(self.astatus())
+
+    async def astatus(self) -> tuple[EngineState, ...]:
+        """`status` for asyncio."""
+        fleet = self._session.fleet
+        await fleet.each(fleet.members, Member.hello)
+        return fleet.states()
+
+    def close(self) -> None:
+        """Frees the shared memory. Engines go on serving what they serve."""
+        self._session.transport.close()
+        self._session.current = None
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _exclusive(self, version: str) -> Iterator[Push]:
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("a push is running already: one WeightSync makes one push at a time")
+        push = Push(self._session, version)
+        try:
+            yield push
+        except InstepError as error:
+            push.tell(Event("failed", version, error=error))
+            raise
+        finally:
+            self._busy.release()
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    coroutine.close()
+    raise ConfigError("an event loop is running in this thread: use `await sync.apush(...)`")

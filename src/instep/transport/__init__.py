@@ -1,0 +1,66 @@
+"""Transports: how a version's bytes get to the workers.
+
+Publish and pull: the trainer publishes a version once, workers open it and read. No collective, so a dead or late engine delays nobody
+and a new engine catches up by opening the current version.
+
+    shm.py   POSIX shared memory, for engines on the trainer's host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from instep.digest import Bytes
+from instep.errors import TransportError
+from instep.protocol import Location, Manifest, TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version whose bytes can be opened. `digests` were taken from the published bytes, not from the trainer's."""
+
+    location: Location
+    digests: dict[str, int]
+    non_finite: tuple[str, ...] = field(default=())
+    """Tensors with a NaN or an infinity. They are sent all the same."""
+
+
+class Transport(Protocol):
+    def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
+        """Copies every value once, cast to the dtype of its `TensorMeta`. Aliases have no value of their own.
+
+        Raises `TransportError` where there is no room, `SourceError` where a value does not fit its description.
+        """
+
+    def release_all_but(self, held: Set[str]) -> None:
+        """Engines have left every publication but those with an address in `held`: their memory may be used for the next."""
+
+    def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """A worker's view of one published version."""
+
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
+        """A read-only view of the published bytes: writing to it is a crash."""
+
+    def data(self, meta: TensorMeta) -> Bytes:
+        """The bytes of one tensor in C order."""
+
+    def close(self) -> bool:
+        """No view may be used afterwards. False while somebody still has one: then it can be called again."""
+
+
+def open_location(manifest: Manifest) -> Any:
+    """The reader for a manifest. Raises `TransportError` where it cannot be opened from this process."""
+    from instep.transport.shm import ShmReader
+
+    readers = {"shm": ShmReader}
+    kind = manifest.location.transport
+    if kind not in readers:
+        raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(readers)}")
+    return readers[kind](manifest)

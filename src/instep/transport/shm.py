@@ -1,0 +1,234 @@
+"""POSIX shared memory: the trainer copies each tensor once into a segment, workers map it read-only and load from views of it.
+
+A segment is a file in /dev/shm (elsewhere in the temporary directory, mapped the same way). The trainer holds a lock on it for as long
+as it lives, and the kernel drops the lock when it dies: so segments of a crashed trainer are told from living ones in any container, and
+`sweep` removes them. When every engine has left a version its segment is used again for the next one: its pages are in place already, and
+at most one copy of the model is held.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import stat
+import tempfile
+import uuid
+import warnings
+from collections import deque
+from collections.abc import Iterable, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from instep.digest import BLOCK_BYTES, CHUNK, MASK, Bytes, cores, has_non_finite, partial, seed_of
+from instep.errors import SourceError, TransportError
+from instep.protocol import Location, Manifest, TensorMeta
+from instep.transport import Published
+
+NAME = re.compile(r"instep-[0-9a-f]{32}")
+ALIGN = 256
+BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
+
+
+def directory() -> Path:
+    """Where segments live."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def sweep() -> list[str]:
+    """Removes the segments of trainers that died. Returns their names."""
+    removed = []
+    for path in directory().glob("instep-*"):
+        if not NAME.fullmatch(path.name):
+            continue
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the trainer lives
+                path.unlink()
+            removed.append(path.name)
+        except OSError:
+            continue
+    return removed
+
+
+def layout(tensors: Iterable[TensorMeta]) -> tuple[dict[str, int], int]:
+    """Byte offset of each tensor that is not an alias, and the size of the segment."""
+    offsets, end = {}, 0
+    for meta in tensors:
+        if not meta.alias_of:
+            offsets[meta.name] = end
+            end += -(-meta.nbytes // ALIGN) * ALIGN
+    return offsets, end
+
+
+class ShmTransport:
+    """The trainer's side. One segment per version; `release_all_but` hands segments over to the next version."""
+
+    def __init__(self) -> None:
+        sweep()
+        self.segments: dict[str, _Segment] = {}
+        self.free: list[_Segment] = []
+        self.pool = ThreadPoolExecutor(max_workers=cores())
+
+    def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
+        offsets, size = layout(tensors)
+        by_name = {meta.name: meta for meta in tensors if not meta.alias_of}
+        segment = self._segment(size)
+        try:
+            digests, non_finite = self._fill(segment, offsets, by_name, values)
+            if missing := by_name.keys() - digests.keys():
+                name = min(missing)
+                raise SourceError(f"the source did not give {name}, which its metadata names", tensor=name)
+        except BaseException:
+            self.free.append(segment)
+            raise
+        self.segments[segment.name] = segment
+        return Published(Location("shm", segment.name, size, offsets), digests, tuple(non_finite))
+
+    def _fill(
+        self, segment: _Segment, offsets: dict[str, int], by_name: dict[str, TensorMeta], values: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[dict[str, int], list[str]]:
+        """Copies, and takes digests from the copies: what a trainer does to its tensors afterwards cannot change what is sent."""
+        jobs: dict[str, list[Future[tuple[int, bool]]]] = {}
+        backlog: deque[Future[tuple[int, bool]]] = deque()
+        for name, value in values:
+            meta = by_name.get(name)
+            if meta is None or tuple(value.shape) != meta.shape:
+                raise SourceError(f"the source gave {name} {list(value.shape)}, which is not what its metadata says", tensor=name)
+            room = segment.view[offsets[name] : offsets[name] + meta.nbytes]
+            data = _place(value.detach(), room, meta)
+            jobs[name] = [self.pool.submit(_copy, room, data, meta, at) for at in range(0, meta.nbytes, CHUNK)]
+            backlog.extend(jobs[name])
+            while len(backlog) > BACKLOG:
+                backlog.popleft().result()
+        digests = {name: (seed_of(by_name[name]) + sum(job.result()[0] for job in parts)) & MASK for name, parts in jobs.items()}
+        return digests, [name for name, parts in jobs.items() if any(job.result()[1] for job in parts)]
+
+    def _segment(self, size: int) -> _Segment:
+        for segment in self.free:
+            if segment.size >= size:
+                self.free.remove(segment)
+                return segment
+        while self.free:
+            self.free.pop().close()
+        return _Segment(size)
+
+    def release_all_but(self, held: Set[str]) -> None:
+        for address in self.segments.keys() - held:
+            self.free.append(self.segments.pop(address).renamed())
+
+    def close(self) -> None:
+        for segment in (*self.segments.values(), *self.free):
+            segment.close()
+        self.segments.clear()
+        self.free.clear()
+        self.pool.shutdown(wait=False)
+
+
+def _place(value: torch.Tensor, room: Bytes, meta: TensorMeta) -> Bytes | None:
+    """The value's own bytes where they can be copied as they are. Else it is cast, gathered from strides or fetched from a device into
+    `room` in one pass, and nothing is left to copy."""
+    dtype = getattr(torch, meta.dtype)
+    if value.dtype == dtype and value.is_contiguous() and value.device.type == "cpu":
+        return value.reshape(-1).view(torch.uint8).numpy()
+    torch.from_numpy(room).view(dtype).view(meta.shape).copy_(value)
+    return None
+
+
+def _copy(room: Bytes, data: Bytes | None, meta: TensorMeta, at: int) -> tuple[int, bool]:
+    """One chunk: copied, then digested and looked through while it is still in the cache."""
+    chunk = room[at : at + CHUNK]
+    if data is not None:
+        np.copyto(chunk, data[at : at + CHUNK])
+    return partial(chunk, seed_of(meta), at // BLOCK_BYTES), has_non_finite(chunk, meta.dtype)
+
+
+class _Segment:
+    """A mapped, locked file."""
+
+    def __init__(self, size: int) -> None:
+        self.size = max(size, mmap.PAGESIZE)
+        self.name = f"instep-{uuid.uuid4().hex}"
+        self.path = directory() / self.name
+        free = os.statvfs(directory())
+        if free.f_bavail * free.f_frsize < self.size:
+            raise TransportError(
+                f"{directory()} has {free.f_bavail * free.f_frsize >> 20} MiB free, the model needs {self.size >> 20} MiB",
+                next_step="give it more room (docker run --shm-size=..., or mount -o remount,size=...) or remove what fills it",
+            )
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+        try:
+            os.posix_fallocate(self.file, 0, self.size) if hasattr(os, "posix_fallocate") else os.ftruncate(self.file, self.size)
+            self.map = mmap.mmap(self.file, self.size)
+        except OSError as error:
+            self.path.unlink()
+            os.close(self.file)
+            raise TransportError(f"cannot map {self.size >> 20} MiB in {directory()}: {error}") from error
+        self.view: Bytes = np.frombuffer(self.map, np.uint8)
+
+    def renamed(self) -> _Segment:
+        """The same memory under a new name: who still knows the old one finds nothing instead of another version."""
+        name = f"instep-{uuid.uuid4().hex}"
+        self.path = self.path.rename(directory() / name)
+        self.name = name
+        return self
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self.file)
+        del self.view
+        with suppress(BufferError):  # unmapped with the last view
+            self.map.close()
+
+
+class ShmReader:
+    """A worker's side: the segment of one manifest, mapped read-only."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        location = manifest.location
+        if not NAME.fullmatch(location.address):
+            raise TransportError(f"{location.address!r} is not a segment's name")
+        try:
+            file = os.open(directory() / location.address, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(
+                f"cannot open the trainer's shared memory {location.address}: {error.strerror}",
+                next_step="shm needs trainer and engine on one host that share /dev/shm (docker: --ipc=host or --ipc=container:...)",
+            ) from error
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size < location.nbytes:
+                raise TransportError(f"segment {location.address} has {found.st_size} bytes, the manifest says {location.nbytes}")
+            self.map = mmap.mmap(file, max(location.nbytes, 1), access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
+        self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
+        self.offsets = location.offsets
+        for meta in manifest.tensors:
+            at = self.offsets.get(meta.alias_of or meta.name, -1)
+            if at < 0 or at % ALIGN or at + meta.nbytes > location.nbytes:
+                self.close()
+                raise TransportError(f"the manifest places {meta.name} outside its segment", tensor=meta.name)
+
+    def data(self, meta: TensorMeta) -> Bytes:
+        at = self.offsets[meta.alias_of or meta.name]
+        return self.bytes[at : at + meta.nbytes]
+
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            flat = torch.from_numpy(self.data(meta)) if meta.nbytes else torch.empty(0, dtype=torch.uint8)
+        return flat.view(getattr(torch, meta.dtype)).view(meta.shape)
+
+    def close(self) -> bool:
+        self.bytes = np.empty(0, np.uint8)
+        with suppress(BufferError):
+            self.map.close()
+        return self.map.closed
