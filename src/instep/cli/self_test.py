@@ -55,7 +55,7 @@ def push_twice(model: Any, subject: Subject) -> list[Finding]:
             receipt = sync.push(version="doctor-step")
             return [identity, judge_step(before, subject.greedy(), receipt)]
     except InstepError as error:
-        return [Finding("push", "fail", str(error), "report it with the lines above")]
+        return [Finding("push", "fail", str(error))]
 
 
 def judge_identity(before: Answer, after: Answer, receipt: Any) -> Finding:
