@@ -169,8 +169,10 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     rank: int
     nbytes: int
     seconds: dict[str, float]
-    layers: dict[str, int]
-    """How many layers were applied `direct` and how many by `reload`."""
+    direct: list[str]
+    """Layers whose regions were copied straight into live storage."""
+    reload: dict[str, str]
+    """Layers that went through the engine's reload session, and why."""
     read_back: int
     """Tensors whose digest was taken from the engine's own storage after the copy, not only on arrival."""
 

@@ -10,12 +10,18 @@ from instep.errors import EngineState
 
 @dataclass(frozen=True, slots=True)
 class EngineReceipt:
-    """One engine that serves the new version. Seconds; `layers` counts how many were applied `direct` and by `reload`."""
+    """One engine that serves the new version.
+
+    pause, apply: seconds without generation, and of them in the slowest worker's loader.
+    direct: layers copied straight into live storage. reload: layers that took the engine's reload session, and why.
+    read_back: tensors compared bit for bit in the engine's own storage, in the worker that has least of them.
+    """
 
     engine: str
     pause: float
     apply: float
-    layers: dict[str, int]
+    direct: tuple[str, ...]
+    reload: dict[str, str]
     read_back: int
 
 

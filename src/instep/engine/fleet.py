@@ -171,7 +171,9 @@ class Member:
         pause = time.perf_counter() - started
         receipts = [decode(reply.body, WorkerReceipt) for reply in replies]
         slowest = max(receipts, key=lambda receipt: receipt.seconds["apply"])
-        return EngineReceipt(self.name, pause, slowest.seconds["apply"], slowest.layers, min(receipt.read_back for receipt in receipts))
+        return EngineReceipt(
+            self.name, pause, slowest.seconds["apply"], tuple(slowest.direct), slowest.reload, min(receipt.read_back for receipt in receipts)
+        )
 
     async def _after_failed_commit(self, manifest: Manifest, error: InstepError) -> None:
         """An engine that still serves the old version goes on; one that may not be whole must not generate."""

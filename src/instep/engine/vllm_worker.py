@@ -8,7 +8,8 @@ vLLM mixes the class into its worker; `collective_rpc("instep_call", ...)` then 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class VllmHost:
         self.rank: int = worker.rank
         self.world_size: int = worker.vllm_config.parallel_config.world_size
         self.device = str(worker.device)
+        # Flags that a reload session leaves on the model, set here as it leaves them: they are not derived from weights.
+        self.model._original_do_torchao_reload = self.model._do_torchao_reload = getattr(self.model, "_do_torchao_reload", False)
+        _import_reload()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -94,6 +98,13 @@ class VllmHost:
         config = self.worker.vllm_config
         with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device(self.device):
             yield
+
+
+def _import_reload() -> None:
+    """vLLM's reload imports its quantisation methods in the middle of a session, which takes seconds: do it before anything is paused."""
+    for module in ("vllm.model_executor.layers.quantization.online.fp8", "vllm.model_executor.layers.quantization.online.moe_base"):
+        with suppress(ImportError):  # other versions of vLLM have it elsewhere
+            import_module(module)
 
 
 def refresh_tied(model: torch.nn.Module) -> None:

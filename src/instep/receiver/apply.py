@@ -18,7 +18,7 @@ import torch
 from instep.errors import DigestMismatch
 from instep.protocol import Region, Route, WorkerPlan
 from instep.receiver import Host
-from instep.receiver.trace import layer_of, owners
+from instep.receiver.trace import layer_of
 
 Tensors = Mapping[str, torch.Tensor]
 UNPROVED = "not proved yet"
@@ -89,8 +89,6 @@ class Applier:
     def _promote(self, before: Evidence, tensors: Tensors) -> None:
         """Decides about layers whose weights this commit changed; the others say nothing of what follows from their weights."""
         live = dict(_live(self.host.model))
-        owner = owners(self.host.model)
-        tied = {layer_of(name) for pair in owner.items() if pair[0] != pair[1] for name in pair}
         for name, module in self.host.model.named_modules(remove_duplicate=False):
             changed = changes(before.attributes[name], attributes(module))
             if changed and name not in self.routes:
@@ -99,9 +97,7 @@ class Applier:
             elif changed and self.reload.get(name) == UNPROVED:
                 self.reload[name] = f"{changed} is derived from its weights"
         for layer in [layer for layer in before.stale if self.reload.get(layer) == UNPROVED]:
-            if layer in tied:
-                self.reload[layer] = "another layer is tied to it"
-            elif different := self._difference(layer, live, tensors):
+            if different := self._difference(layer, live, tensors):
                 self.reload[layer] = f"{different} is not stored as the checkpoint has it"
             else:
                 self.direct.add(layer)

@@ -174,7 +174,8 @@ class Receiver:
             rank=self.host.rank,
             nbytes=sum(meta.nbytes for meta in manifest.tensors if not meta.alias_of),
             seconds={"arrive": prepared.seconds, "apply": applied - started, "read_back": done - applied},
-            layers={"direct": len(applier.direct), "reload": len(applier.reload)},
+            direct=sorted(applier.direct),
+            reload=dict(sorted(applier.reload.items())),
             read_back=count,
         )
 

@@ -79,8 +79,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: torch.nn.Module, offered: dict[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.params = {name: param.detach() for name, param in model.named_parameters(remove_duplicate=False)}
-        self.buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
+        self.params = {name: param.detach() for name, param in model.named_parameters()}
+        self.buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
         self.targets = {_storage(tensor): name for name, tensor in (*self.buffers.items(), *self.params.items())}
         self.sources = {_storage(tensor): (name, None) for name, tensor in offered.items()}
         self.copies: dict[int, tuple[str, Region]] = {}

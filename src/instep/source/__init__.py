@@ -28,7 +28,7 @@ class Source(Protocol):
         """Names, dtypes and shapes of every tensor, aliases included, in an order that `tensors` keeps."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor that is not an alias, with its current values. A tensor is valid until the next one is asked for."""
+        """Every tensor that is not an alias, with its current values. None is written to before the iteration ends."""
 
     def stamp(self) -> Hashable:
         """Changes whenever the values may have changed; compared before and after a copy."""
@@ -43,17 +43,20 @@ def open_source(obj: Any) -> Source:
 
     Raises `ConfigError` for anything else, and for a directory that holds no safetensors file.
     """
-    from instep.source.checkpoint import CheckpointSource
-    from instep.source.module import MappingSource, ModuleSource
-
-    if isinstance(obj, torch.nn.Module):
-        return ModuleSource(obj)
-    if isinstance(obj, Mapping):
-        return MappingSource(obj)
-    if isinstance(obj, str | Path):
-        return CheckpointSource(Path(obj))
     if isinstance(obj, Source):
         return obj
+    if isinstance(obj, torch.nn.Module):
+        from instep.source.module import ModuleSource
+
+        return ModuleSource(obj)
+    if isinstance(obj, Mapping):
+        from instep.source.module import MappingSource
+
+        return MappingSource(obj)
+    if isinstance(obj, str | Path):
+        from instep.source.checkpoint import CheckpointSource
+
+        return CheckpointSource(Path(obj))
     raise ConfigError(
         f"cannot read weights from {type(obj).__name__}: give a torch.nn.Module, a dict of tensors, a checkpoint directory or an instep Source"
     )

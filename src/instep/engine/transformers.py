@@ -1,0 +1,158 @@
+"""A transformers model as an engine, embedded in the trainer's process: for a laptop without vLLM, and to compare with.
+
+    engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(...))  # a model of its own, not the trainer's
+    sync = WeightSync(source=trainer_model, engines=[engine])
+    completions = engine.generate([[1, 2, 3]], max_tokens=16, temperature=1.0, seed=0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.engine import CachePolicy
+from instep.errors import EngineDirty
+from instep.protocol import Method
+from instep.receiver.apply import view
+from instep.receiver.state import Receiver
+from instep.source.layout import Saved, layout
+from instep.source.module import ModuleSource
+from instep.source.tensors import identity
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """token_ids: what was generated, the stop token included. logprobs: natural log, after temperature, one per token.
+    weight_version: the version that served."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_version: str | None
+
+
+class TransformersEngine:
+    """
+    model: a causal language model of transformers, unwrapped. The engine owns it from now on.
+    """
+
+    def __init__(self, model: Any, name: str = "transformers") -> None:
+        self.name = name
+        self.model = model.eval().requires_grad_(False)
+        self.version: str | None = None
+        self.refusal: str | None = None
+        self.receiver = Receiver(ModelHost(model))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[Completion]:
+        """One completion for each prompt; temperature 0 takes the likeliest token. Prompts are padded on the left and run as one batch.
+
+        Raises `EngineDirty` while a push has left it with parts of two versions.
+        """
+        if self.refusal:
+            raise EngineDirty(f"{self.name} refuses to generate: {self.refusal}")
+        device = self.model.device
+        generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
+        longest = max(len(prompt) for prompt in prompts)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+        inputs = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+        results: list[Completion] = [Completion([], [], self.version) for _ in prompts]
+        running = set(range(len(prompts)))
+        cache = None
+        for _ in range(max_tokens):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+            output = self.model(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logprobs = torch.log_softmax(output.logits[:, -1].float() / (temperature or 1.0), dim=-1)
+            tokens = logprobs.argmax(-1) if temperature == 0 else torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
+            for row in sorted(running):
+                token = int(tokens[row])
+                results[row].token_ids.append(token)
+                results[row].logprobs.append(float(logprobs[row, token]))
+                if token in stop_token_ids:
+                    running.discard(row)
+            if not running:
+                break
+            inputs, mask = tokens[:, None], torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+        return results
+
+    async def call(self, method: Method, payload: bytes) -> list[bytes]:
+        return [self.receiver.handle(method, payload)]
+
+    async def pause(self, caches: CachePolicy) -> None:
+        """Nothing runs between two calls of `generate`, and no KV outlives one."""
+
+    async def resume(self) -> None: ...
+
+    async def label(self, version: str) -> None:
+        self.version = version
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        return ModuleSource(self.model).score(token_ids) or [math.nan] * (len(token_ids) - 1)
+
+    async def refuse(self, reason: str | None) -> None:
+        self.refusal = reason
+
+
+class ModelHost:
+    """The model as a receiver's worker: its loader takes the names that `save_pretrained` writes."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, model: Any) -> None:
+        self.model: nn.Module = model
+        self.device = str(model.device)
+        state = model.state_dict()
+        self.places: dict[str, Saved] = {
+            saved.meta.name: saved for saved in layout(model, state, {name: identity(tensor) for name, tensor in state.items()})
+        }
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        live = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers(remove_duplicate=False))
+        for name, tensor in tensors:
+            place = self.places.get(name)
+            if place is None:
+                raise ValueError(f"{type(self.model).__name__} saves no tensor named {name!r}")
+            if place.view is None:
+                raise ValueError(f"{name} is computed from {', '.join(place.parts)} when it is saved, and cannot be loaded back in place")
+            if tuple(tensor.shape) != place.view.shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the model's has {list(place.view.shape)}")
+            view(live[place.parts[0]].detach(), place.view).copy_(tensor)
+
+    @contextmanager
+    def checkpoint_layout(self) -> Iterator[None]:
+        live = [(module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()]
+        try:
+            for module, parameters, buffers in live:
+                for name, param in parameters.items():
+                    if param is not None:
+                        module._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+                for name, buffer in buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = torch.empty_like(buffer, device="meta")
+            yield
+        finally:
+            for module, parameters, buffers in live:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        """A transformers model derives nothing from its weights: loading is all there is to a session."""
+        yield
+
+    def spare(self, parameter: str) -> tuple[int, str | None]:
+        return 0, None
