@@ -50,5 +50,7 @@ def completion(output: Any) -> tuple[list[int], list[float]]:
 def versions(llm: Any, prompt: list[int]) -> list[tuple[str, int, int]]:
     from vllm import SamplingParams
 
-    output = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=3, temperature=0.0, detokenize=False), use_tqdm=False)[0]
+    output = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=3, temperature=0.0, detokenize=False), use_tqdm=False)[
+        0
+    ]
     return [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions]

@@ -172,7 +172,12 @@ class Member:
         receipts = [decode(reply.body, WorkerReceipt) for reply in replies]
         slowest = max(receipts, key=lambda receipt: receipt.seconds["apply"])
         return EngineReceipt(
-            self.name, pause, slowest.seconds["apply"], tuple(slowest.direct), slowest.reload, min(receipt.read_back for receipt in receipts)
+            self.name,
+            pause,
+            slowest.seconds["apply"],
+            tuple(slowest.direct),
+            slowest.reload,
+            min(receipt.read_back for receipt in receipts),
         )
 
     async def _after_failed_commit(self, manifest: Manifest, error: InstepError) -> None:

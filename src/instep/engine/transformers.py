@@ -1,8 +1,8 @@
 """A transformers model as an engine, embedded in the trainer's process: for a laptop without vLLM, and to compare with.
 
-    engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(...))  # a model of its own, not the trainer's
-    sync = WeightSync(source=trainer_model, engines=[engine])
-    completions = engine.generate([[1, 2, 3]], max_tokens=16, temperature=1.0, seed=0)
+engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(...))  # a model of its own, not the trainer's
+sync = WeightSync(source=trainer_model, engines=[engine])
+completions = engine.generate([[1, 2, 3]], max_tokens=16, temperature=1.0, seed=0)
 """
 
 from __future__ import annotations

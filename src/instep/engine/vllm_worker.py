@@ -38,7 +38,8 @@ class VllmHost:
         self.world_size: int = worker.vllm_config.parallel_config.world_size
         self.device = str(worker.device)
         # Flags that a reload session leaves on the model, set here as it leaves them: they are not derived from weights.
-        self.model._original_do_torchao_reload = self.model._do_torchao_reload = getattr(self.model, "_do_torchao_reload", False)
+        flag = getattr(self.model, "_do_torchao_reload", False)
+        vars(self.model).update(_do_torchao_reload=flag, _original_do_torchao_reload=flag)
         _import_reload()
 
     @property

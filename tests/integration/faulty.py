@@ -1,0 +1,85 @@
+"""Worker extensions for tests: one that can be told to fail inside vLLM's worker, one that keeps weights as a GPU would."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from instep.engine.vllm_worker import VllmHost, WorkerExtension
+from instep.receiver.state import Receiver
+
+
+class FaultyHost(VllmHost):
+    tensor: int | None = None
+    finish = False
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load(self._cut(tensors))
+
+    def _cut(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (name, tensor) in enumerate(tensors):
+            if self.tensor == index and not tensor.is_meta:
+                self.tensor = None
+                raise RuntimeError(f"told to fail at tensor {index}")
+            yield name, tensor
+        if self.finish and not tensor.is_meta:
+            self.finish = False
+            raise RuntimeError("told to fail after the last tensor")
+
+
+class FaultyReceiver(Receiver):
+    point = ""
+    seconds = 0.0
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        if method == self.point:
+            self.point = ""
+            if self.seconds < 0:
+                os._exit(1)
+            time.sleep(self.seconds)
+        return super().handle(method, payload)
+
+
+class FaultyExtension(WorkerExtension):
+    """`inject("tensor", k)`, `inject("finish", 0)`: the loader fails. `inject("hang:METHOD", seconds)`: late. `inject("die:METHOD", rank)`: gone."""
+
+    def inject(self, point: str, value: float) -> str:
+        receiver = self.__dict__.get("instep_receiver")
+        if receiver is None:
+            receiver = self.__dict__["instep_receiver"] = FaultyReceiver(FaultyHost(self))
+        kind, _, method = point.partition(":")
+        if kind == "tensor":
+            receiver.host.tensor = int(value)
+        elif kind == "finish":
+            receiver.host.finish = True
+        elif kind == "hang":
+            receiver.point, receiver.seconds = method, value
+        elif kind == "die" and receiver.host.rank == int(value):
+            receiver.point, receiver.seconds = method, -1.0
+        return "ready"
+
+    def worker_pids(self) -> int:
+        return os.getpid()
+
+
+class PlainExtension(FaultyExtension):
+    """vLLM's CPU build packs linear weights when they are loaded. With this it keeps them plain, as on a GPU."""
+
+    def addresses(self) -> dict[str, int]:
+        return {name: param.data_ptr() for name, param in self.model_runner.get_model().named_parameters()}  # type: ignore[attr-defined]
+
+
+def keep_plain(_: Any, layer: torch.nn.Module) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+if "vllm" in __import__("sys").modules and os.environ.get("INSTEP_TEST_PLAIN"):
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    UnquantizedLinearMethod.process_weights_after_loading = keep_plain
+    UnquantizedEmbeddingMethod.process_weights_after_loading = keep_plain

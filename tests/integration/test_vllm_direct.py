@@ -1,0 +1,40 @@
+"""The direct path against a real vLLM: a linear method that keeps plain weights, as on a GPU, so that layers are promoted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import greedy
+from models import PROMPTS, tiny
+
+from instep import WeightSync
+
+
+@pytest.fixture(scope="module")
+def llm(engine: Callable[..., Any], checkpoints: Callable[[str, int], Path]) -> Any:
+    os.environ["INSTEP_TEST_PLAIN"] = "1"
+    try:
+        return engine(checkpoints("qwen3", 1), worker_extension_cls="faulty.PlainExtension")
+    finally:
+        del os.environ["INSTEP_TEST_PLAIN"]
+
+
+def test_promoted_layers_are_copied_straight_into_live_storage(llm: Any, reference: Callable[..., Any]) -> None:
+    """The first push reloads everything; the second copies every layer directly, is read back bit for bit, and moves no address."""
+    model = tiny("qwen3", 2)
+    with WeightSync(source=model, engines=[llm], canary=PROMPTS[0]) as sync:
+        sync.push("one")
+        assert greedy(llm, PROMPTS) == reference("qwen3", 2)
+        before = llm.collective_rpc("addresses")
+        model.load_state_dict(tiny("qwen3", 3).state_dict())
+        receipt = sync.push("two")
+        assert greedy(llm, PROMPTS) == reference("qwen3", 3)
+        assert llm.collective_rpc("addresses") == before
+        (engine,) = receipt.engines
+        assert engine.reload == {}
+        assert len(engine.direct) >= 9
+        assert engine.read_back == receipt.tensors

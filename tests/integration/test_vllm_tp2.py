@@ -1,0 +1,65 @@
+"""Tensor parallelism over two workers, and a worker that is killed in the middle of a commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import greedy
+from models import PROMPTS, tiny
+
+from instep import MemoryEngine, WeightSync
+from instep.errors import ApplyError, EngineDirty, EngineLost
+
+
+@pytest.fixture(scope="module")
+def llm(engine: Callable[..., Any], checkpoints: Callable[[str, int], Path]) -> Any:
+    return engine(checkpoints("qwen3", 1), tensor_parallel_size=2, worker_extension_cls="faulty.FaultyExtension")
+
+
+def test_two_workers_take_their_slices(llm: Any, reference: Callable[..., Any]) -> None:
+    """The same greedy tokens as one worker that loads from disk; log-probabilities differ by the order of a sum."""
+    model = tiny("qwen3", 2)
+    with WeightSync(source=model, engines=[llm]) as sync:
+        for seed in (2, 3):
+            model.load_state_dict(tiny("qwen3", seed).state_dict())
+            sync.push(f"seed-{seed}")
+            for (tokens, logprobs), (expected, expected_logprobs) in zip(greedy(llm, PROMPTS), reference("qwen3", seed), strict=True):
+                assert tokens[:4] == expected[:4]
+                assert logprobs[0] == pytest.approx(expected_logprobs[0], abs=0.1)
+
+
+def test_one_worker_that_fails_makes_the_engine_dirty(llm: Any) -> None:
+    """One rank has the new version and the other has not: that is a mixture too."""
+    model = tiny("qwen3", 2)
+    with WeightSync(source=model, engines=[llm]) as sync:
+        sync.push("whole")
+        before = greedy(llm, PROMPTS)
+        llm.collective_rpc("inject", args=("tensor", 4))
+        with pytest.raises(ApplyError, match="rank 0"):
+            sync.push("halved")
+        with pytest.raises(EngineDirty):
+            greedy(llm, PROMPTS)
+        sync.push("whole-again")
+        assert greedy(llm, PROMPTS) == before
+
+
+def test_a_worker_killed_in_a_commit_is_named_and_the_other_engine_goes_on(llm: Any) -> None:
+    """Last in this file: the engine does not survive it."""
+    weights = dict(tiny("qwen3", 2).state_dict())
+    other = MemoryEngine(weights, name="other")
+    with WeightSync(source=weights, engines=[llm, other], timeout=30) as sync:
+        sync.push("before")
+        weights.update({name: tensor + 0.5 for name, tensor in weights.items()})
+        llm.collective_rpc("inject", args=("die:commit", 1))
+        started = time.monotonic()
+        with pytest.raises(EngineLost, match="vllm") as failure:
+            sync.push("after")
+        assert time.monotonic() - started < 35
+        assert {state.engine: state.serving for state in failure.value.engines} == {"vllm": "unknown", "other": "new"}
+        assert other.version == "after"
+        assert other.fingerprint() == MemoryEngine(weights).fingerprint()
+        assert {state.engine: state.serving for state in sync.status()} == {"vllm": "unknown", "other": "old"}
