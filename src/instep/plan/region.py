@@ -79,13 +79,23 @@ def indices(region: Region) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return grid.reshape(-1)
 
 
+def _may_repeat(region: Region) -> bool:
+    """Whether the region may hold an element more than once, as an expanded tensor does."""
+    span = 0
+    for size, step in sorted(_axes(region), key=lambda axis: axis[1]):
+        if size > 1 and step <= span:
+            return True
+        span += (size - 1) * step
+    return False
+
+
 def _overlap(a: Box, b: Box) -> bool:
     return all(low < other_high and other_low < high for (low, high), (other_low, other_high) in zip(a, b, strict=True))
 
 
 def disjoint(regions: Sequence[Region], shape: Sequence[int]) -> bool:
     """Whether no element of a contiguous tensor of `shape` belongs to two of the regions."""
-    spans = sorted((extent(region), region) for region in regions if region.numel)
+    spans = sorted(((extent(region), region) for region in regions if region.numel), key=lambda span: span[0])
     if all(before[0][1] <= after[0][0] for before, after in pairwise(spans)):
         return True
     boxes = [as_box(region, shape) for _, region in spans]
@@ -105,6 +115,6 @@ def disjoint(regions: Sequence[Region], shape: Sequence[int]) -> bool:
 def covered(regions: Sequence[Region], shape: Sequence[int]) -> int:
     """How many elements of a contiguous tensor of `shape` belong to at least one region."""
     distinct = list({simplify(region): region for region in regions}.values())
-    if disjoint(distinct, shape):
+    if disjoint(distinct, shape) and not any(map(_may_repeat, distinct)):
         return sum(region.numel for region in distinct)
     return len(np.unique(np.concatenate([indices(region) for region in distinct])))
