@@ -70,17 +70,25 @@ class ConfigError(InstepError):
 class SourceError(InstepError):
     """The trainer's tensors could not be read, or changed while they were read. Engines keep what they serve."""
 
+    next_step = "no engine was touched: mend the source, then push again"
+
 
 class PlanError(InstepError):
     """Source and engine disagree about names, shapes or dtypes. No byte has moved."""
+
+    next_step = "no engine was touched: give the source the names, shapes and dtypes of the checkpoint that the engine loads"
 
 
 class VersionConflict(InstepError):
     """The version was served before, or does not follow what the engine serves. Engines keep what they serve."""
 
+    next_step = "engines keep what they serve: `sync.status()` says what that is"
+
 
 class TransportError(InstepError):
     """The bytes could not be published or opened. Engines keep what they serve."""
+
+    next_step = "engines keep what they serve: `instep doctor` looks at the shared memory"
 
 
 class EngineDirty(InstepError):
