@@ -1,0 +1,160 @@
+"""The proof of a plan. Invariant 4: nothing is skipped silently, and whatever is wrong is a `PlanError` before a byte moves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.errors import PlanError
+from instep.plan.region import whole
+from instep.plan.routes import check_metadata, prove, signature
+from instep.protocol import ParamMeta, Region, Route, TensorMeta, WorkerPlan, decode, encode
+
+Q, K, V = (TensorMeta(f"attn.{name}_proj.weight", "bfloat16", (2, 4)) for name in "qkv")
+QKV = ParamMeta("attn.qkv_proj.weight", "attn.qkv_proj", "bfloat16", (6, 4))
+
+
+def rows(tensor: TensorMeta | None, target: ParamMeta, start: int, count: int, source_start: int = 0) -> Route:
+    width = target.shape[1]
+    source = Region(source_start * width, (count, width), (width, 1)) if tensor else None
+    return Route(tensor.name if tensor else None, source, target.name, Region(start * width, (count, width), (width, 1)))
+
+
+FUSED = [rows(Q, QKV, 0, 2), rows(K, QKV, 2, 2), rows(V, QKV, 4, 2)]
+
+
+def worker(*routes: Route, params: tuple[ParamMeta, ...] = (QKV,), reload_only: dict[str, str] | None = None) -> WorkerPlan:
+    return WorkerPlan(list(params), list(routes), reload_only or {})
+
+
+def test_a_complete_plan() -> None:
+    plan = prove("engine", [Q, K, V], [worker(*FUSED)], cast=False)
+    assert (plan.signature, plan.casts, plan.kept()) == (signature([Q, K, V]), {}, {})
+
+
+def test_a_plan_survives_the_wire() -> None:
+    plan = worker(*FUSED, reload_only={"norm": "computed"})
+    assert decode(encode(plan), WorkerPlan) == plan
+
+
+SPLIT = TensorMeta("attn.q_proj.weight", "bfloat16", (3, 4))
+WRONG = {
+    "only q_proj of a fused layer": ([Q], worker(FUSED[0]), QKV.name, "filled in part only, by attn.q_proj.weight: 16 elements"),
+    "the middle part is missing": ([Q, V], worker(FUSED[0], FUSED[2]), QKV.name, "first in row 2"),
+    "a parameter without any source": ([Q], worker(), QKV.name, r"nothing in the source fills attn.qkv_proj.weight \[6, 4\]"),
+    "rows written twice": ([Q, K, V], worker(*FUSED, rows(K, QKV, 1, 2)), QKV.name, "are written twice, by attn.q_proj.weight"),
+    "the same route twice": ([Q, K, V], worker(*FUSED, FUSED[0]), QKV.name, "are written twice"),
+    "an unknown tensor": ([Q, K, V, TensorMeta("extra", "bfloat16", (1,))], worker(*FUSED), "extra", "loader has no place for extra"),
+    "a tensor larger than its place": ([SPLIT, K, V], worker(*FUSED), SPLIT.name, "only 8 of the 12 elements of attn.q_proj.weight"),
+    "another dtype": (
+        [TensorMeta(Q.name, "float32", Q.shape), K, V], worker(*FUSED), Q.name, "float32 in the source, bfloat16 in the engine",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensors", "plan", "tensor", "text"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_named(tensors: list[TensorMeta], plan: WorkerPlan, tensor: str, text: str) -> None:
+    with pytest.raises(PlanError, match=text) as caught:
+        prove("engine-7", tensors, [plan], cast=False)
+    assert caught.value.tensor == tensor
+    assert "engine-7" in str(caught.value)
+    assert "next:" in str(caught.value)
+
+
+def test_the_rank_is_named() -> None:
+    with pytest.raises(PlanError, match="engine rank 1: nothing in the source fills"):
+        prove("engine", [Q, K, V], [worker(*FUSED), worker()], cast=False)
+
+
+def test_casts_are_listed_where_they_are_allowed() -> None:
+    wide = TensorMeta(Q.name, "float32", Q.shape)
+    assert prove("engine", [wide, K, V], [worker(*FUSED)], cast=True).casts == {Q.name: "bfloat16"}
+
+
+def test_padding_and_kept_rows() -> None:
+    """Rows that the loader fills with a constant need no source; rows that nobody writes need a reason."""
+    padded = ParamMeta("embed.weight", "embed", "bfloat16", (8, 4))
+    embed = TensorMeta("embed.weight", "bfloat16", (6, 4))
+    fill = rows(None, padded, 6, 2)
+    assert prove("engine", [embed], [worker(rows(embed, padded, 0, 6), fill, params=(padded,))], cast=False).kept() == {}
+    spare = ParamMeta("embed.weight", "embed", "bfloat16", (8, 4), spare=8, kept="padded vocabulary rows")
+    kept = prove("engine", [embed], [worker(rows(embed, spare, 0, 6), params=(spare,))], cast=False).kept()
+    assert kept == {"embed.weight": "padded vocabulary rows"}
+    with pytest.raises(PlanError, match="first in row 5"):
+        prove("engine", [TensorMeta("embed.weight", "bfloat16", (5, 4))], [worker(rows(embed, spare, 0, 5), params=(spare,))], cast=False)
+
+
+def test_workers_together_must_read_every_element() -> None:
+    half = ParamMeta("w", "", "bfloat16", (3, 4))
+    tensor = TensorMeta("w", "bfloat16", (6, 4))
+    ranks = [worker(rows(tensor, half, 0, 3, source_start=start), params=(half,)) for start in (0, 3)]
+    assert len(prove("engine", [tensor], ranks, cast=False).workers) == 2
+    with pytest.raises(PlanError, match="only 12 of the 24 elements of w"):
+        prove("engine", [tensor], [ranks[0], ranks[0]], cast=False)
+
+
+def test_a_row_that_is_repeated_is_read_once() -> None:
+    """A loader that broadcasts one row over a parameter has read one row."""
+    param, tensor = ParamMeta("w", "", "bfloat16", (3, 4)), TensorMeta("w", "bfloat16", (2, 4))
+    with pytest.raises(PlanError, match="only 4 of the 8 elements of w"):
+        prove("engine", [tensor], [worker(Route("w", Region(0, (3, 4), (0, 1)), "w", whole((3, 4))), params=(param,))], cast=False)
+
+
+def test_a_layer_that_is_not_made_of_copies_is_left_to_the_reload_session() -> None:
+    plan = prove("engine", [Q, K, V], [worker(reload_only={"attn.qkv_proj": "computed"})], cast=False)
+    assert plan.workers[0].reload_only
+
+
+HEAD, EMBED = TensorMeta("lm_head.weight", "bfloat16", (2, 4), alias_of="embed.weight"), TensorMeta("embed.weight", "bfloat16", (2, 4))
+
+
+def test_an_alias_needs_no_reader() -> None:
+    embed = ParamMeta("embed.weight", "embed", "bfloat16", (2, 4))
+    assert prove("engine", [HEAD, EMBED], [worker(rows(EMBED, embed, 0, 2), params=(embed,))], cast=False).casts == {}
+
+
+def test_a_cast_of_an_alias_is_a_cast_of_what_it_stands_for() -> None:
+    head = ParamMeta("lm_head.weight", "lm_head", "float32", (2, 4))
+    assert prove("engine", [HEAD, EMBED], [worker(rows(HEAD, head, 0, 2), params=(head,), reload_only={"x": ""})], cast=True).casts == {
+        "embed.weight": "float32"
+    }
+
+
+METADATA = {
+    "empty": ([], None, "no tensors"),
+    "twice": ([Q, K, Q], Q.name, "twice"),
+    "unknown dtype": ([TensorMeta("w", "complex64", (1,))], "w", "dtype complex64 cannot be sent"),
+    "alias of nothing": ([HEAD], HEAD.name, "is an alias of 'embed.weight'"),
+    "alias of another shape": (
+        [HEAD, TensorMeta("embed.weight", "bfloat16", (4, 2))],
+        HEAD.name,
+        "not a tensor of the same dtype and shape",
+    ),
+    "alias of another dtype": (
+        [HEAD, TensorMeta("embed.weight", "float16", (2, 4))],
+        HEAD.name,
+        "not a tensor of the same dtype and shape",
+    ),
+    "alias of an alias": ([HEAD, EMBED, TensorMeta("third", "bfloat16", (2, 4), alias_of="lm_head.weight")], "third", "is an alias"),
+    "alias of itself": ([TensorMeta("w", "bfloat16", (1,), alias_of="w")], "w", "is an alias"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "tensor", "text"), METADATA.values(), ids=METADATA)
+def test_metadata_that_makes_no_sense(tensors: list[TensorMeta], tensor: str | None, text: str) -> None:
+    with pytest.raises(PlanError, match=text) as caught:
+        check_metadata(tensors)
+    assert caught.value.tensor == tensor
+
+
+@given(st.permutations([Q, K, V, EMBED, HEAD]))
+def test_good_metadata_in_any_order(tensors: list[TensorMeta]) -> None:
+    check_metadata(tensors)
+
+
+@pytest.mark.parametrize("other", [(Q.name, "float16", (2, 4)), (Q.name, "bfloat16", (4, 2)), ("w", "bfloat16", (2, 4))])
+def test_a_signature_changes_with_the_list(other: tuple[str, str, tuple[int, ...]]) -> None:
+    assert signature([TensorMeta(*other), K]) != signature([Q, K])
+    assert signature([Q, K]) != signature([K, Q])
+    assert signature([HEAD]) != signature([TensorMeta(HEAD.name, HEAD.dtype, HEAD.shape)])
