@@ -32,6 +32,7 @@ class FaultyHost(VllmHost):
 
 
 class FaultyReceiver(Receiver):
+    host: FaultyHost
     point = ""
     seconds = 0.0
 
@@ -45,12 +46,21 @@ class FaultyReceiver(Receiver):
 
 
 class FaultyExtension(WorkerExtension):
-    """`inject("tensor", k)`, `inject("finish", 0)`: the loader fails. `inject("hang:METHOD", seconds)`: late. `inject("die:METHOD", rank)`: gone."""
+    """`inject("tensor", k)` and `inject("finish", 0)`: the loader fails. `inject("hang:METHOD", seconds)`: an answer comes late.
+    `inject("die:METHOD", rank)`: the process ends."""
+
+    def instep_call(self, method: str, payload: bytes) -> bytes:
+        self.faulty_receiver()
+        return super().instep_call(method, payload)
+
+    def faulty_receiver(self) -> FaultyReceiver:
+        if "instep_receiver" not in self.__dict__:
+            self.__dict__["instep_receiver"] = FaultyReceiver(FaultyHost(self))
+        receiver: FaultyReceiver = self.__dict__["instep_receiver"]
+        return receiver
 
     def inject(self, point: str, value: float) -> str:
-        receiver = self.__dict__.get("instep_receiver")
-        if receiver is None:
-            receiver = self.__dict__["instep_receiver"] = FaultyReceiver(FaultyHost(self))
+        receiver = self.faulty_receiver()
         kind, _, method = point.partition(":")
         if kind == "tensor":
             receiver.host.tensor = int(value)
@@ -61,9 +71,6 @@ class FaultyExtension(WorkerExtension):
         elif kind == "die" and receiver.host.rank == int(value):
             receiver.point, receiver.seconds = method, -1.0
         return "ready"
-
-    def worker_pids(self) -> int:
-        return os.getpid()
 
 
 class PlainExtension(FaultyExtension):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from engines import greedy, start, stop  # noqa: E402
-from models import PROMPTS  # noqa: E402
+from engines import greedy, start, stop
+from models import PROMPTS
 
 
 def main(out: str, *checkpoints: str) -> None:
