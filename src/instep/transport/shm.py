@@ -16,9 +16,10 @@ import stat
 import tempfile
 import uuid
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,8 +76,11 @@ class ShmTransport:
         self.segments: dict[str, _Segment] = {}
         self.free: list[_Segment] = []
         self.pool = ThreadPoolExecutor(max_workers=cores())
+        self._at_exit = weakref.finalize(self, _close, self.segments, self.free, os.getpid())
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
+        if not self._at_exit.alive:
+            raise TransportError("the WeightSync was closed", next_step="make a new one")
         offsets, size = layout(tensors)
         by_name = {meta.name: meta for meta in tensors if not meta.alias_of}
         segment = self._segment(size)
@@ -97,16 +101,21 @@ class ShmTransport:
         """Copies, and takes digests from the copies: what a trainer does to its tensors afterwards cannot change what is sent."""
         jobs: dict[str, list[Future[tuple[int, bool]]]] = {}
         backlog: deque[Future[tuple[int, bool]]] = deque()
-        for name, value in values:
-            meta = by_name.get(name)
-            if meta is None or tuple(value.shape) != meta.shape:
-                raise SourceError(f"the source gave {name} {list(value.shape)}, which is not what its metadata says", tensor=name)
-            room = segment.view[offsets[name] : offsets[name] + meta.nbytes]
-            data = _place(value.detach(), room, meta)
-            jobs[name] = [self.pool.submit(_copy, room, data, meta, at) for at in range(0, meta.nbytes, CHUNK)]
-            backlog.extend(jobs[name])
-            while len(backlog) > BACKLOG:
-                backlog.popleft().result()
+        try:
+            for name, value in values:
+                meta = by_name.get(name)
+                if meta is None or tuple(value.shape) != meta.shape:
+                    raise SourceError(f"the source gave {name} {list(value.shape)}, which is not what its metadata says", tensor=name)
+                if name in jobs:
+                    raise SourceError(f"the source gave {name} twice", tensor=name)
+                room = segment.view[offsets[name] : offsets[name] + meta.nbytes]
+                data = _place(value.detach(), room, meta)
+                jobs[name] = [self.pool.submit(_copy, room, data, meta, at) for at in range(0, meta.nbytes, CHUNK)]
+                backlog.extend(jobs[name])
+                while len(backlog) > BACKLOG:
+                    backlog.popleft().result()
+        finally:
+            wait(backlog)  # also after an error: the next version may get the same memory
         digests = {name: (seed_of(by_name[name]) + sum(job.result()[0] for job in parts)) & MASK for name, parts in jobs.items()}
         return digests, [name for name, parts in jobs.items() if any(job.result()[1] for job in parts)]
 
@@ -124,11 +133,17 @@ class ShmTransport:
             self.free.append(self.segments.pop(address).renamed())
 
     def close(self) -> None:
-        for segment in (*self.segments.values(), *self.free):
-            segment.close()
-        self.segments.clear()
-        self.free.clear()
+        self._at_exit()
         self.pool.shutdown(wait=False)
+
+
+def _close(segments: dict[str, _Segment], free: list[_Segment], owner: int) -> None:
+    """Runs once: when the transport is closed, collected, or the trainer ends without either. A forked child owns nothing."""
+    if os.getpid() == owner:
+        for segment in (*segments.values(), *free):
+            segment.close()
+        segments.clear()
+        free.clear()
 
 
 def _place(value: torch.Tensor, room: Bytes, meta: TensorMeta) -> Bytes | None:
@@ -162,8 +177,10 @@ class _Segment:
                 f"{directory()} has {free.f_bavail * free.f_frsize >> 20} MiB free, the model needs {self.size >> 20} MiB",
                 next_step="give it more room (docker run --shm-size=..., or mount -o remount,size=...) or remove what fills it",
             )
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        unlocked = self.path.with_suffix(".new")  # a sweep between creation and lock must not know it
+        self.file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.file, fcntl.LOCK_SH)
+        unlocked.rename(self.path)
         try:
             os.posix_fallocate(self.file, 0, self.size) if hasattr(os, "posix_fallocate") else os.ftruncate(self.file, self.size)
             self.map = mmap.mmap(self.file, self.size)
