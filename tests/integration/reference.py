@@ -20,13 +20,14 @@ from models import PROMPTS
 
 def main(out: str, *checkpoints: str) -> None:
     results = {}
-    for checkpoint in checkpoints:
+    for index, checkpoint in enumerate(checkpoints):
         llm = start(Path(checkpoint), load_format="auto")
         results[checkpoint] = {"fresh": greedy(llm, PROMPTS)}
+        if index == 1:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoints[0]})
+            llm.reset_prefix_cache()
+            results[checkpoints[0]]["stock_reload"] = greedy(llm, PROMPTS)
         stop(llm)
-    llm = start(Path(checkpoints[0]))
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoints[0]})
-    results[checkpoints[0]]["stock_reload"] = greedy(llm, PROMPTS)
     Path(out).write_text(json.dumps(results))
 
 

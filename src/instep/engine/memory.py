@@ -228,7 +228,7 @@ class MemoryHost:
         yield
         for name, module in self.model.named_modules():
             if name.endswith("qkv_proj"):
-                module.scale = module.get_parameter("weight").float().abs().mean()  # type: ignore[assignment]
+                module.scale = module.get_parameter("weight").float().abs().mean()
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
         if not parameter.endswith(VOCABULARY):
@@ -243,7 +243,7 @@ class MemoryHost:
     def fingerprint(self) -> int:
         derived = [module.scale for name, module in self.model.named_modules() if name.endswith("qkv_proj")]
         tensors = [*self.model.parameters(), *derived]
-        return sum(partial(as_bytes(tensor), seed=index) for index, tensor in enumerate(tensors)) & MASK  # type: ignore[arg-type]
+        return sum(partial(as_bytes(tensor), seed=index) for index, tensor in enumerate(tensors)) & MASK
 
 
 def _param(name: str) -> str:

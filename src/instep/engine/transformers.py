@@ -154,5 +154,5 @@ class ModelHost:
         """A transformers model derives nothing from its weights: loading is all there is to a session."""
         yield
 
-    def spare(self, parameter: str) -> tuple[int, str | None]:
+    def spare(self, parameter: str) -> tuple[int, str | None]:  # noqa: ARG002
         return 0, None

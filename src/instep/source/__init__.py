@@ -58,5 +58,5 @@ def open_source(obj: Any) -> Source:
 
         return CheckpointSource(Path(obj))
     raise ConfigError(
-        f"cannot read weights from {type(obj).__name__}: give a torch.nn.Module, a dict of tensors, a checkpoint directory or an instep Source"
+        f"cannot read weights from {type(obj).__name__}: give a torch.nn.Module, a dict of tensors, a checkpoint directory or a Source"
     )
