@@ -1,0 +1,57 @@
+"""The main job at its smallest: GRPO on one machine while a live engine follows every optimizer step. Read `loop.py` first.
+
+loop.py     the story
+task.py     questions, and the rewards that can be checked
+grpo.py     the loss
+model.py    the models that the demo trains
+engine.py   the engine that follows: vLLM, or transformers where vLLM is not installed
+record.py   what a run leaves behind: one JSON file
+show.py     the table
+picture.py  the picture
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from instep.errors import ConfigError
+
+ModelName = Literal["smollm2", "tiny"]
+
+
+def run(model: ModelName = "smollm2", steps: int | None = None, seed: int = 0, out: Path = Path("demo-results"), json: bool = False) -> int:
+    """Trains `model`, pushes every step to a live engine, and leaves a picture and a log in `out`.
+
+    steps: optimizer steps; default 12.
+    seed: of the questions, the sampling and the random model. The same seed on the same machine gives the same run.
+    json: the log on stdout; the table goes to stderr.
+
+    Returns the exit code 0. Raises `ConfigError` where a package is missing or no engine starts, `InstepError` where a push fails.
+    """
+    if steps is not None and steps < 1:
+        raise ConfigError(f"steps must be at least 1, not {steps}")
+    set_environment()
+    try:
+        from instep.demo.loop import demo
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the demo needs {error.name}", next_step='pip install "instep[demo]"') from error
+    return demo(model, steps or 12, seed, out, json)
+
+
+def set_environment() -> None:
+    """What torch, vLLM and transformers read when they are first imported. What the user has set stays."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, vLLM leaves one core to others; here trainer and engine take turns on all of them
+        "OMP_NUM_THREADS": str(min(cores, 8)),
+        "OMP_WAIT_POLICY": "passive",  # or the threads of the one that waits take the cores from the one that works
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
