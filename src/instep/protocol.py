@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-Method = Literal["hello", "trace", "prepare", "commit", "abort", "status"]
+Method = Literal["hello", "trace", "prepare", "ready", "commit", "abort", "status"]
 State = Literal["serving", "dirty"]
 
 ITEM_BYTES = {

@@ -33,6 +33,7 @@ from instep.protocol import (
 from instep.receipt import EngineReceipt
 
 T = TypeVar("T")
+POLL = 0.003
 LATE = "a commit did not answer in time: it is not known which weights are in place"
 
 
@@ -77,7 +78,7 @@ class Member:
             async with asyncio.timeout(self.timeout):
                 return await action
         except TimeoutError:
-            self.serving = "unknown"
+            self.phase, self.serving = phase, "unknown"
             raise EngineTimeout(f"{self.name} did not answer {phase} within {self.timeout:g} s") from None
         except EngineLost:
             self.serving, self.incarnation, self.plan = "unknown", None, None
@@ -149,6 +150,12 @@ class Member:
     async def prepare(self, manifest: Manifest) -> None:
         self.holding.add(manifest.location.address)
         await self.call("prepare", PrepareRequest(manifest, self.plan.signature if self.plan else "", lease=4 * self.timeout))
+        await self.bounded("prepare", self._arrived())
+
+    async def _arrived(self) -> None:
+        """The workers look through the bytes in threads of their own, so that generation goes on meanwhile."""
+        while any(not decode(reply.body, bool) for reply in await self.call("ready")):  # noqa: ASYNC110
+            await asyncio.sleep(POLL)
 
     async def abort(self) -> None:
         await self.call("abort")

@@ -2,7 +2,7 @@
 
     trace.py    runs the engine's own loader over shapes and writes down where each checkpoint tensor goes
     apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
-    state.py    the six calls (hello, trace, prepare, commit, abort, status) and the state between them
+    state.py    the seven calls (hello, trace, prepare, ready, commit, abort, status) and the state between them
 
 An engine joins by giving its worker a `Host`.
 """

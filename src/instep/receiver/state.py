@@ -1,4 +1,4 @@
-"""The receiver: six calls, and what a worker knows between them.
+"""The receiver: seven calls, and what a worker knows between them.
 
                  prepare                    commit
     serving old ─────────▶ serving old ───────────────▶ serving new
@@ -17,6 +17,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
@@ -51,7 +52,7 @@ class _Prepared(msgspec.Struct):
     session: str
     reader: Reader
     expires: float
-    seconds: float
+    arrival: Future[float]
 
 
 class Receiver:
@@ -70,7 +71,9 @@ class Receiver:
         self.last_error: str | None = None
         self.applier: Applier | None = None
         self.signature: str | None = None
+        self.expected: dict[str, Any] = {}  # shape and alias of each tensor of the plan
         self.prepared: _Prepared | None = None
+        self.checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-arrival")
 
     def handle(self, method: str, payload: bytes) -> bytes:
         """Runs one call and encodes its reply. Never raises."""
@@ -83,6 +86,7 @@ class Receiver:
                 "status": self.status,
                 "trace": self.trace,
                 "prepare": self.prepare,
+                "ready": self.ready,
                 "commit": self.commit,
                 "abort": self.abort,
             }
@@ -117,10 +121,11 @@ class Receiver:
         plan = trace(self.host, wanted.tensors)
         self._drop()
         self.applier, self.signature = Applier(self.host, plan), wanted.signature
+        self.expected = {meta.name: (meta.shape, meta.alias_of) for meta in wanted.tensors}
         return plan
 
     def prepare(self, request: Request) -> None:
-        """Opens the version and proves its bytes. What the engine serves does not change."""
+        """Opens the version and begins to prove its bytes, beside the engine's steps. What the engine serves does not change."""
         wanted = decode(request.body, PrepareRequest)
         manifest = wanted.manifest
         if self.applier is None or wanted.signature != self.signature:
@@ -133,15 +138,24 @@ class Receiver:
             )
         if manifest.base is not None and manifest.base != self.version and self.state == "serving":
             raise VersionConflict(f"version {manifest.version!r} follows {manifest.base!r}, but the engine serves {self.version!r}")
+        if {meta.name: (meta.shape, meta.alias_of) for meta in manifest.tensors} != self.expected:
+            raise PlanError("the manifest's tensors are not those of the plan. Push again")
         self._drop()
-        started = time.perf_counter()
         reader = self.open_reader(manifest)
-        try:
-            check_arrival(manifest, reader)
-        except BaseException:
-            reader.close()
-            raise
-        self.prepared = _Prepared(manifest, request.session, reader, time.monotonic() + wanted.lease, time.perf_counter() - started)
+        arrival = self.checker.submit(check_arrival, manifest, reader)
+        self.prepared = _Prepared(manifest, request.session, reader, time.monotonic() + wanted.lease, arrival)
+
+    def ready(self, request: Request) -> bool:
+        """Whether the bytes that were opened have been proved. Raises what the proof raised, and forgets them then."""
+        prepared = self.prepared
+        if prepared is None or prepared.session != request.session:
+            raise VersionConflict("nothing is prepared here")
+        if not prepared.arrival.done():
+            return False
+        if (error := prepared.arrival.exception()) is not None:
+            self._drop()
+            raise error
+        return True
 
     def commit(self, request: Request) -> WorkerReceipt:
         """Between two engine steps: copies, rebuilds derived state, proves, and takes the version."""
@@ -149,7 +163,7 @@ class Receiver:
         prepared, applier = self.prepared, self.applier
         if prepared is None or applier is None or prepared.manifest.version != wanted.version or prepared.session != request.session:
             raise VersionConflict(f"version {wanted.version!r} is not prepared here")
-        manifest, reader = prepared.manifest, prepared.reader
+        manifest, reader, arrived = prepared.manifest, prepared.reader, prepared.arrival.result()
         tensors = {meta.name: reader.tensor(meta) for meta in manifest.tensors}
         started = time.perf_counter()
         self.state = "dirty"
@@ -173,7 +187,7 @@ class Receiver:
         return WorkerReceipt(
             rank=self.host.rank,
             nbytes=sum(meta.nbytes for meta in manifest.tensors if not meta.alias_of),
-            seconds={"arrive": prepared.seconds, "apply": applied - started, "read_back": done - applied},
+            seconds={"arrive": arrived, "apply": applied - started, "read_back": done - applied},
             direct=sorted(applier.direct),
             reload=dict(sorted(applier.reload.items())),
             read_back=count,
@@ -186,17 +200,22 @@ class Receiver:
     def _drop(self) -> bool:
         """Closes what was prepared. False if something still refers to its bytes."""
         prepared, self.prepared = self.prepared, None
-        if prepared is None or prepared.reader.close():
+        if prepared is None:
+            return True
+        wait([prepared.arrival])  # it reads these bytes
+        if prepared.reader.close():
             return True
         gc.collect()  # an exception's frames and modules' cycles may hold views for a while
         return prepared.reader.close()
 
 
-def check_arrival(manifest: Manifest, reader: Reader) -> None:
-    """Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published."""
+def check_arrival(manifest: Manifest, reader: Reader) -> float:
+    """The seconds it took. Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published."""
+    started = time.perf_counter()
     own = [meta for meta in manifest.tensors if not meta.alias_of]
     for name, got in digests((meta, reader.data(meta)) for meta in own).items():
         if name not in manifest.digests:
             raise TransportError(f"the manifest has no digest for {name}", tensor=name)
         if got != manifest.digests[name]:
             raise DigestMismatch(f"{name} arrived with digest {got:016x}, the trainer sent {manifest.digests[name]:016x}", tensor=name)
+    return time.perf_counter() - started
