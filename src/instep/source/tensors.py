@@ -1,0 +1,52 @@
+"""One tensor of a trainer: may it travel, and is it the same memory as another?"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from instep.errors import SourceError
+from instep.protocol import ITEM_BYTES
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def identity(tensor: torch.Tensor) -> Hashable:
+    """Equal for two tensors that are the same elements of the same memory: tied weights."""
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def version(tensor: torch.Tensor) -> int:
+    """PyTorch's counter of in-place changes. Changes made through `tensor.data` do not count, and inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check(name: str, tensor: torch.Tensor) -> None:
+    """Raises `SourceError` unless the tensor's memory holds its logical values in a dtype that may travel."""
+    reason = _refusal(tensor)
+    if reason is not None:
+        problem, next_step = reason
+        raise SourceError(f"{name} {problem}", tensor=name, next_step=next_step)
+
+
+def _refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
+    packed: bool = is_traceable_wrapper_subclass(tensor)
+    if any(getattr(tensor, mark, None) is not None for mark in ("quant_state", "SCB")):
+        return "is quantised: its bytes are packed, not the weight", "dequantise the trainer's model, or train on an unquantised base"
+    if packed:
+        return f"is a {type(tensor).__name__}: its values are sharded or packed", "gather or unpack it, then push the plain state dict"
+    if tensor.is_meta:
+        return "is on the meta device: it has no values", "load or materialise the model first"
+    if hasattr(tensor, "ds_numel") and tensor.numel() == 0:
+        return "is partitioned by ZeRO-3: this rank holds a placeholder", "gather the parameters around the push"
+    if tensor.numel() == 0:
+        return f"has no elements (shape {tuple(tensor.shape)}): a placeholder of a sharded model?", "push gathered weights"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}", "convert it with to_dense()"
+    if dtype_name(tensor.dtype) not in ITEM_BYTES:
+        return f"has dtype {dtype_name(tensor.dtype)}, which cannot travel", f"convert it to one of {', '.join(ITEM_BYTES)}"
+    return None
