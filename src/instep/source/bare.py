@@ -1,0 +1,163 @@
+"""A module without its wrappers and adapters: what `save_pretrained` of the merged model would see, made of the live tensors.
+
+`bare` copies the structure alone. Layers with an unmerged PEFT adapter are listed beside it, and `merge` computes one of them when its
+bytes are wanted: peft's own code runs on a private copy of that layer, so the trainer's weights are never written.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from instep.errors import SourceError
+from instep.source.names import WRAPPER_SEGMENTS
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside any number of wrappers around the whole of it (DDP, `torch.compile`, PEFT, activation checkpointing)."""
+    while (inner := _inner(module)) is not None:
+        module = inner
+    return module
+
+
+def bare(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """A copy of the structure that shares every tensor, without wrappers, with base layers in the place of adapter layers.
+
+    Also returns the adapter layers that a merge would change, by their path in the copy.
+
+    Raises `SourceError` for FSDP and for prompt-learning adapters, which no merge can express.
+    """
+    adapted: dict[str, Any] = {}
+    return _bare(module, "", adapted, {}), adapted
+
+
+def merge(path: str, layer: Any) -> dict[str, torch.Tensor]:
+    """State dict of `layer`'s base layer with its active adapters merged, bit for bit what peft's `merge_and_unload` computes.
+
+    Takes the memory of one layer. Raises `SourceError` when peft cannot merge.
+    """
+    private = _private_copy(layer, {id(param): param.detach().clone() for param in layer.get_base_layer().parameters()})
+    try:
+        with torch.no_grad():
+            if hasattr(private, "unload_and_optionally_merge_module"):
+                base = private.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            else:
+                private.merge(safe_merge=False, adapter_names=None)
+                base = private.get_base_layer()
+    except Exception as error:
+        raise SourceError(f"peft cannot merge the adapter of {path}: {error}", tensor=path) from error
+    state: dict[str, torch.Tensor] = base.state_dict()
+    return state
+
+
+def owner(layer: Any) -> int:
+    """Identifies what an adapter layer adds: the same for two layers whose adapters peft ties."""
+    return id(getattr(layer, "tied_adapter", None) or layer)
+
+
+def adapter_state(module: nn.Module) -> Hashable:
+    """Changes when adapters are switched, merged or scaled."""
+    if (peft := sys.modules.get("peft")) is None:
+        return None
+    kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
+    return tuple(
+        (tuple(layer.active_adapters), tuple(layer.merged_adapters), tuple(layer.__dict__.get("scaling", {}).items()))
+        for layer in module.modules()
+        if isinstance(layer, kinds)
+    )
+
+
+def _inner(module: nn.Module) -> nn.Module | None:
+    """What a wrapper wraps; None for a module that is no wrapper."""
+    if "_fsdp_wrapped_module" in module._modules:
+        raise SourceError(
+            "the module is sharded by FSDP: its parameters are not whole on this rank", next_step="push a gathered state dict"
+        )
+    for segment in WRAPPER_SEGMENTS & module._modules.keys():
+        if len(module._modules) > 1 or module._parameters or module._buffers:
+            raise SourceError(
+                f"{type(module).__name__} holds tensors beside the {segment} that it wraps", next_step="push the wrapped module"
+            )
+        return module._modules[segment]
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        wrapped: nn.Module = module.module
+        return wrapped
+    return _inner_of_peft(module)
+
+
+def _inner_of_peft(module: Any) -> nn.Module | None:
+    # A peft module can only exist where peft has been imported, so that nothing is imported here.
+    if (peft := sys.modules.get("peft")) is None:
+        return None
+    inner: nn.Module | None = None
+    if isinstance(module, peft.PeftModel | peft.PeftMixedModel):
+        inner = module.base_model
+        if not isinstance(inner, peft.tuners.tuners_utils.BaseTuner):
+            kinds = ", ".join(str(config.peft_type.value) for config in module.peft_config.values())
+            raise SourceError(f"a {kinds} adapter cannot be merged into weights", next_step="train with LoRA or with full weights")
+    elif isinstance(module, peft.tuners.tuners_utils.BaseTuner):
+        inner = module.model
+    elif isinstance(module, peft.utils.ModulesToSaveWrapper):
+        active = module.active_adapters
+        inner = module.modules_to_save[active[0]] if active else module.original_module
+    elif isinstance(module, peft.utils.TrainableTokensWrapper):
+        inner = module.token_adapter
+    return inner
+
+
+def _bare(module: nn.Module, path: str, adapted: dict[str, Any], done: dict[int, nn.Module]) -> nn.Module:
+    module = unwrap(module)
+    if _is_adapter_layer(module):
+        base = _bare(module.get_base_layer(), path, adapted, done)  # type: ignore[operator]
+        if _unmerged(module):
+            adapted[path] = module
+        return base
+    if id(module) not in done:
+        done[id(module)] = twin = _shallow_copy(module)
+        twin._modules = {
+            name: child if child is None else _bare(child, f"{path}.{name}" if path else name, adapted, done)
+            for name, child in module._modules.items()
+        }
+    return done[id(module)]
+
+
+def _is_adapter_layer(module: nn.Module) -> bool:
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)
+
+
+def _unmerged(layer: Any) -> bool:
+    """Whether a merge would change the base layer. Adapter layers may wrap each other, one for each parameter of a module."""
+
+    def chain(inner: Any) -> Iterator[Any]:
+        while _is_adapter_layer(inner):
+            yield inner
+            inner = inner.base_layer
+
+    return any((set(link.active_adapters) - set(link.merged_adapters)) & link._get_available_adapters() for link in chain(layer))
+
+
+def _private_copy(module: nn.Module, own: dict[int, torch.Tensor]) -> Any:
+    """The structure of an adapter layer with `own` values for the parameters with these ids. The others share the trainer's
+    memory, but none is the trainer's Parameter: peft may give one other data."""
+    module = unwrap(module)
+    twin = _shallow_copy(module)
+    twin._parameters = {
+        name: param if param is None else nn.Parameter(own.get(id(param), param.detach()), requires_grad=False)
+        for name, param in module._parameters.items()
+    }
+    twin._modules = {name: child if child is None else _private_copy(child, own) for name, child in module._modules.items()}
+    return twin
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A module with the same tensors and children. Its containers are its own: peft notes in a layer's lists what it has merged."""
+    twin: nn.Module = module.__new__(type(module))
+    twin.__dict__ = {name: copy.copy(value) if isinstance(value, dict | list | set) else value for name, value in module.__dict__.items()}
+    return twin

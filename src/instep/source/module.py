@@ -1,0 +1,221 @@
+"""Live tensors as a source: a module, however wrapped, or a mapping of names to tensors."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.errors import ConfigError, SourceError
+from instep.protocol import TensorMeta
+from instep.source.bare import adapter_state, bare, merge, owner, unwrap
+from instep.source.layout import Saved, convert, layout
+from instep.source.names import canonical, canonical_names
+from instep.source.tensors import check, dtype_name, identity, version
+
+
+class MappingSource:
+    """A mapping of checkpoint names to tensors, read anew at each call. Names and order are the mapping's own.
+
+    Raises `ConfigError` for names that are no strings and values that are no tensors, `SourceError` for tensors that cannot travel.
+    """
+
+    def __init__(self, mapping: Mapping[Any, Any]) -> None:
+        self._mapping = mapping
+        self.metadata()
+
+    def metadata(self) -> list[TensorMeta]:
+        first: dict[Hashable, str] = {}
+        metas = []
+        for name, tensor in self._items():
+            check(name, tensor)
+            original = first.setdefault(identity(tensor), name)
+            metas.append(TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), None if original == name else original))
+        return metas
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta in self.metadata():
+            if meta.alias_of is None:
+                yield meta.name, self._mapping[meta.name].detach()
+
+    def stamp(self) -> Hashable:
+        return tuple((name, identity(tensor), version(tensor)) for name, tensor in self._items())
+
+    def score(self, token_ids: list[int]) -> list[float] | None:  # noqa: ARG002
+        return None
+
+    def _items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._mapping.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"a mapping of weights has names as keys, not {name!r}")
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(f"{name} is a {type(tensor).__name__}, not a tensor", tensor=name, next_step="push the state dict alone")
+            yield name, tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A module's structure at one moment: valid until a tensor is replaced or an adapter switched."""
+
+    module: nn.Module
+    state: dict[str, torch.Tensor]
+    adapters: dict[str, tuple[str, Any]]
+    """Names in `state` that an adapter changes, each with its layer's path and the layer."""
+    saved: list[Saved]
+
+
+class ModuleSource:
+    """A live `torch.nn.Module`: plain, or in any nesting of DDP, `torch.compile`, activation checkpointing and PEFT.
+
+    Names, dtypes and values are those that `save_pretrained` of the bare model writes, adapters merged; those of `state_dict` for
+    a module that is no transformers model. Tensors are views of the module's memory, except merged layers (one at a time)
+    and what the checkpoint format joins. Nothing of the module is ever written.
+
+    Every method raises `SourceError`, with the tensor's name, for what cannot be read whole: sharded, quantised and meta
+    tensors, placeholders, two tensors of one name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._snapshot: _Snapshot | None = None
+        self._structure: Hashable = None
+
+    def metadata(self) -> list[TensorMeta]:
+        return [saved.meta for saved in self._current().saved]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        snapshot = self._current()
+        values = _Values(snapshot)
+        wanted = (saved for saved in snapshot.saved if saved.meta.alias_of is None)
+        for parts, group in groupby(wanted, key=lambda saved: saved.parts):
+            yield from _read(snapshot.module, {name: values[name] for name in parts}, list(group))
+
+    def stamp(self) -> Hashable:
+        """Does not see changes made through `tensor.data`, which PyTorch does not count."""
+        self._current()
+        versions = tuple(version(tensor) for _, tensor in _live(unwrap(self._module)))
+        return self._structure, versions
+
+    def score(self, token_ids: list[int]) -> list[float] | None:
+        module = unwrap(self._module)
+        if "input_ids" not in inspect.signature(module.forward).parameters:
+            return None
+        tokens = torch.tensor([token_ids], device=next(module.parameters()).device)
+        with _evaluating(module), torch.no_grad(), _eager():
+            logits = getattr(module(input_ids=tokens), "logits", None)
+        if logits is None or logits.shape[:-1] != tokens.shape:
+            return None
+        logprobs = logits[0, :-1].float().log_softmax(-1)
+        scores: list[float] = logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()
+        return scores
+
+    def _current(self) -> _Snapshot:
+        """The snapshot, taken anew after a change of structure. Comparing takes a millisecond or two; a new one some hundred."""
+        root = unwrap(self._module)
+        live = list(_live(root))
+        for name, tensor in live:
+            check(canonical(name), tensor)
+        structure = (adapter_state(root), tuple((name, identity(tensor)) for name, tensor in live))
+        if self._snapshot is None or structure != self._structure:
+            canonical_names(name for name, _ in live)
+            self._snapshot = _take(root)
+            self._structure = structure
+        return self._snapshot
+
+
+def _live(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and persistent buffer, under the names it has with wrappers and adapters in place."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, tensor
+
+
+def _take(root: nn.Module) -> _Snapshot:
+    module, adapted = bare(root)
+    state: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise SourceError(f"{name} of the state dict is a {type(value).__name__}, not a tensor", tensor=name)
+    adapters: dict[str, tuple[str, Any]] = {}
+    for path, layer in adapted.items():
+        for name in state:
+            if name.startswith(f"{path}."):
+                adapters.setdefault(name, (path, layer))
+    return _Snapshot(module, state, adapters, layout(module, state, _same_bytes(state, adapters)))
+
+
+def _same_bytes(state: dict[str, torch.Tensor], adapters: dict[str, tuple[str, Any]]) -> dict[str, Hashable]:
+    """One value for each set of tied names. Raises `SourceError` where an adapter changes one of them and not the other:
+    merged weights cannot say what the trainer computes."""
+    owners: dict[Hashable, tuple[str, int | None]] = {}
+    for name, tensor in state.items():
+        who = owner(adapters[name][1]) if name in adapters else None
+        first, other = owners.setdefault(identity(tensor), (name, who))
+        if other != who:
+            raise SourceError(
+                f"{first} and {name} are tied, but their adapters differ: merged, both would change",
+                tensor=name,
+                next_step="train the tied weight with modules_to_save, or load the model with tie_word_embeddings=False",
+            )
+    return {name: identity(tensor) for name, tensor in state.items()}
+
+
+class _Values:
+    """Current values by name, adapters merged. Holds one merged layer at a time."""
+
+    def __init__(self, snapshot: _Snapshot) -> None:
+        self._snapshot = snapshot
+        self._path: str | None = None
+        self._merged: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        live = self._snapshot.state[name].detach()
+        if name not in self._snapshot.adapters:
+            return live
+        path, layer = self._snapshot.adapters[name]
+        if path != self._path:
+            self._merged = {}  # before the next layer is copied, not after
+            self._path, self._merged = path, merge(path, layer)
+        value = self._merged[name.removeprefix(f"{path}.")]
+        if (value.shape, value.dtype) != (live.shape, live.dtype):
+            raise SourceError(f"the merge of {name} changed it from {live.dtype} {live.shape} to {value.dtype} {value.shape}", tensor=name)
+        return value
+
+
+def _read(module: nn.Module, parts: dict[str, torch.Tensor], group: list[Saved]) -> Iterator[tuple[str, torch.Tensor]]:
+    if not all(saved.whole for saved in group):
+        parts = {name: part.contiguous() for name, part in parts.items()}
+    converted = convert(module, parts) if any(saved.view is None for saved in group) else {}
+    for saved in group:
+        if saved.view is not None:
+            yield saved.meta.name, saved.of(*parts.values())
+        elif saved.meta.name in converted:
+            yield saved.meta.name, converted[saved.meta.name]
+        else:
+            raise SourceError(f"{saved.meta.name} cannot be made of {', '.join(parts)} alone", tensor=saved.meta.name)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    # The flags alone: `train()` and `eval()` may be overridden to do more.
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Without compiling for the scored length. Nothing is compiled where dynamo was never imported."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
