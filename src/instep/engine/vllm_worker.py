@@ -59,6 +59,7 @@ class VllmHost:
         with _registered_tensors_put_back(self.model):
             for layer in self.model.modules():
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
+                unwrap_loaders(layer)
             yield
 
     @contextmanager
@@ -106,6 +107,16 @@ def _import_reload() -> None:
     for module in ("vllm.model_executor.layers.quantization.online.fp8", "vllm.model_executor.layers.quantization.online.moe_base"):
         with suppress(ImportError):  # other versions of vLLM have it elsewhere
             import_module(module)
+
+
+def unwrap_loaders(layer: torch.nn.Module) -> None:
+    """Gives a layer's tensors their own loaders back: those of a reload session stay on the shape-only tensors, and outside of a session
+    they drop what they are given."""
+    for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+        loader = getattr(tensor, "weight_loader", None)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = loader.__wrapped__
+            tensor.weight_loader = loader  # type: ignore[union-attr]
 
 
 def refresh_tied(model: torch.nn.Module) -> None:
