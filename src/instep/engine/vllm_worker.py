@@ -113,7 +113,7 @@ def unwrap_loaders(layer: torch.nn.Module) -> None:
     """Gives a layer's tensors their own loaders back: those of a reload session stay on the shape-only tensors, and outside of a session
     they drop what they are given."""
     for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-        loader = getattr(tensor, "weight_loader", None)
+        loader: Any = getattr(tensor, "weight_loader", None)
         while getattr(loader, "__name__", "") == "online_process_loader":
             loader = loader.__wrapped__
             tensor.weight_loader = loader  # type: ignore[union-attr]
