@@ -7,6 +7,7 @@ written as copies (arithmetic on the way, in-place updates) marks its layer as `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from instep.protocol import ParamMeta, Region, Route, TensorMeta, WorkerPlan
 from instep.receiver import Host
 
 aten = torch.ops.aten
+COMPUTED = ("", Region(0, (), ()))  # a scalar that is no element of a checkpoint tensor
 SAME_ELEMENTS = (aten.clone.default, aten._to_copy.default, aten.contiguous.default)
 
 
@@ -48,7 +50,7 @@ def owners(model: torch.nn.Module) -> dict[str, str]:
 
 def _unwritten(plan: WorkerPlan) -> Iterator[str]:
     written = {route.param for route in plan.routes}
-    return (param.name for param in plan.params if param.name not in written and not param.spare)
+    return (param.name for param in plan.params if param.name not in written and param.spare < math.prod(param.shape))
 
 
 def _watch(host: Host, tensors: Sequence[TensorMeta], live_owner: dict[str, str]) -> WorkerPlan:
@@ -91,13 +93,14 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            self._scalar = self._region(args[0])
+            self._scalar = self._region(args[0]) or COMPUTED
             return 0.0
         target = self.targets.get(_storage(args[0])) if args and isinstance(args[0], torch.Tensor) else None
         if target is not None and func._schema.is_mutable:
             self._write(func, target, args)
         result = func(*args, **kwargs)
-        if func in SAME_ELEMENTS and isinstance(result, torch.Tensor) and (found := self._region(args[0])) is not None:
+        # Copies in another memory format are not followed: their elements lie in another order than those they were made of.
+        if func in SAME_ELEMENTS and result.is_contiguous() and (found := self._region(args[0])) is not None:
             self.alive.append(result)
             self.copies[_storage(result)] = found
         return result
@@ -114,7 +117,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             scalar, self._scalar = self._scalar, None
             if scalar is None:
                 self.routes.append(Route(None, None, target, where))
-            elif where.numel == 1:
+            elif where.numel == 1 and scalar is not COMPUTED:
                 self.routes.append(Route(scalar[0], Region(scalar[1].offset, where.shape, where.stride), target, where))
             else:
                 self.opaque[target] = "the loader fills it from a scalar"
@@ -133,7 +136,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flat = simplify(origin)
             if flat.stride in ((), (1,)):  # a view of a copy of a contiguous run is a view of the run
                 return name, Region(origin.offset + int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-            if tensor.is_contiguous() and tensor.numel() == origin.numel and tuple(tensor.shape) == origin.shape:
+            if tensor.is_contiguous() and tuple(tensor.shape) == origin.shape:
                 return name, origin
         return None
 
