@@ -1,0 +1,90 @@
+"""Small things that tests push to and from: checkpoints, and a worker whose loader is one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from instep.protocol import TensorMeta
+
+Checkpoint = dict[str, torch.Tensor]
+
+
+def checkpoint(seed: int = 0, *, tied: bool = False, moe: bool = False, dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
+    """Two layers as `save_pretrained` would name them: hidden size 8, two heads of four, one head for k and v, vocabulary of 20."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,), "model.temperature": ()}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{layer}.input_layernorm.weight": (8,)}
+        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (rows, 8) for part, rows in (("q", 8), ("k", 4), ("v", 4))}
+        shapes |= {f"{layer}.self_attn.o_proj.weight": (8, 8)}
+        if moe:
+            shapes |= {f"{layer}.mlp.gate.weight": (3, 8)}
+        for mlp in [f"{layer}.mlp.experts.{expert}" for expert in range(3)] if moe else [f"{layer}.mlp"]:
+            shapes |= {f"{mlp}.gate_proj.weight": (12, 8), f"{mlp}.up_proj.weight": (12, 8), f"{mlp}.down_proj.weight": (8, 12)}
+    if not tied:
+        shapes |= {"lm_head.weight": (20, 8)}
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def described(tensors: Checkpoint) -> list[TensorMeta]:
+    return [TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def differing(expected: nn.Module, found: nn.Module) -> list[str]:
+    """Parameters and buffers that are not the same bits."""
+    wanted = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
+    have = {**dict(found.named_parameters()), **dict(found.named_buffers())}
+    assert wanted.keys() == have.keys()
+    return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(have[name]))]
+
+
+class ToyHost:
+    """A worker of one rank. `fill(model, name, tensor)` loads one checkpoint tensor, `finish(model)` ends a reload session."""
+
+    rank, world_size, device = 0, 1, "cpu"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fill: Callable[[nn.Module, str, torch.Tensor], object],
+        finish: Callable[[nn.Module], object] = lambda model: None,
+    ) -> None:
+        self.model, self.fill, self.finish = model.requires_grad_(False), fill, finish
+        self.sessions = 0
+        self.loaded: list[str] = []
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loaded = []
+        for name, tensor in tensors:
+            self.fill(self.model, name, tensor)
+            self.loaded.append(name)
+
+    @contextmanager
+    def checkpoint_layout(self) -> Iterator[None]:
+        live = [(module, dict(module._parameters)) for module in self.model.modules()]
+        try:
+            for module, parameters in live:
+                for name, parameter in parameters.items():
+                    assert parameter is not None
+                    module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), False)
+            yield
+        finally:
+            for module, parameters in live:
+                module._parameters.update(parameters)
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        self.sessions += 1
+        yield
+        self.finish(self.model)
+
+    def spare(self, parameter: str) -> tuple[int, str | None]:
+        return 0, None
