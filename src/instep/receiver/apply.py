@@ -9,7 +9,7 @@ derived from its weights that a plain copy would leave stale.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 
@@ -91,11 +91,11 @@ class Applier:
         live = dict(_live(self.host.model))
         for name, module in self.host.model.named_modules(remove_duplicate=False):
             changed = changes(before.attributes[name], attributes(module))
-            if changed and name not in self.routes:
-                # Derived from some layer's weights, we cannot tell which: the session, which rebuilds it, runs on every commit.
+            if changed and self.reload.get(name, UNPROVED) == UNPROVED:
+                # Also of a layer without routes, or one that is direct by now: it follows from some layer's weights, we cannot tell
+                # which. The session, which rebuilds it, runs on every commit.
                 self.reload[name] = f"{changed} is derived from weights"
-            elif changed and self.reload.get(name) == UNPROVED:
-                self.reload[name] = f"{changed} is derived from its weights"
+                self.direct.discard(name)
         for layer in [layer for layer in before.stale if self.reload.get(layer) == UNPROVED]:
             if different := self._difference(layer, live, tensors):
                 self.reload[layer] = f"{different} is not stored as the checkpoint has it"
@@ -147,7 +147,15 @@ def attributes(module: torch.nn.Module) -> dict[str, object]:
         for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
             if name not in ("_parameters", "_modules", "_buffers", "quant_method"):
                 found[prefix + name] = sample(value) if isinstance(value, torch.Tensor) else value
+                found |= {f"{prefix}{name}[{key}]": sample(item) for key, item in _items(value) if isinstance(item, torch.Tensor)}
     return found | {name: buffer if buffer is None else sample(buffer) for name, buffer in module._buffers.items()}
+
+
+def _items(value: object) -> Iterable[tuple[object, object]]:
+    """What a container holds: its tensors may be replaced while it stays the same object."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
