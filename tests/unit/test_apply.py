@@ -1,0 +1,285 @@
+"""Which layer may be copied straight into live storage, and what that must never leave stale.
+
+Invariant 5: derived state is rebuilt or proved untouched. Invariant 8: addresses stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from toys import Checkpoint, ToyHost, bits, described
+
+from instep.errors import DigestMismatch
+from instep.receiver.apply import Applier
+from instep.receiver.trace import trace
+
+
+class Layer(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(*shape))
+
+
+class Model(nn.Module):
+    """Two plain layers, `a` and `b`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Layer(4, 6), Layer(3)
+
+
+def fill(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.get_parameter(name).copy_(tensor)
+
+
+def weights(seed: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(seed)
+    return {"a.weight": torch.randn(4, 6, generator=generator), "b.weight": torch.randn(3, generator=generator)}
+
+
+def start(host: ToyHost, tensors: Checkpoint) -> Applier:
+    """An engine that has loaded its first weights, and the applier of its first push."""
+    with host.reload():
+        host.load(tensors.items())
+    return Applier(host, trace(host, described(tensors)))
+
+
+def push(applier: Applier, tensors: Checkpoint) -> None:
+    with torch.no_grad():
+        applier.apply(tensors)
+        applier.read_back(tensors)
+
+
+def holds(host: ToyHost, tensors: Checkpoint) -> bool:
+    return all(torch.equal(bits(host.model.get_parameter(name)), bits(tensor)) for name, tensor in tensors.items())
+
+
+def test_plain_layers_are_promoted_by_a_push_that_changes_them() -> None:
+    host = ToyHost(Model(), fill)
+    applier = start(host, weights(0))
+    push(applier, weights(1))
+    assert (applier.direct, applier.reload) == ({"a", "b"}, {})
+    sessions = host.sessions
+    push(applier, weights(2))
+    assert holds(host, weights(2))
+    assert host.sessions == sessions  # copied straight
+    assert applier.read_back(weights(2)) == 2
+
+
+def test_unchanged_weights_prove_nothing() -> None:
+    host = ToyHost(Model(), fill)
+    applier = start(host, weights(0))
+    push(applier, weights(0))
+    assert applier.direct == set()
+    push(applier, weights(0) | {"b.weight": weights(1)["b.weight"]})
+    assert applier.direct == {"b"}
+
+
+def test_only_layers_on_reload_are_loaded_by_the_session() -> None:
+    host = ToyHost(Model(), fill)
+    applier = start(host, weights(0))
+    push(applier, weights(0) | {"b.weight": weights(1)["b.weight"]})
+    push(applier, weights(2))
+    assert host.loaded == ["a.weight"]
+    assert holds(host, weights(2))
+
+
+def total(model: nn.Module) -> torch.Tensor:
+    return model.a.weight.sum(1)
+
+
+def replaced(model: nn.Module) -> None:
+    model.a.packed = total(model)
+
+
+def changed_in_place(model: nn.Module) -> None:
+    if not hasattr(model.a, "packed"):
+        model.a.packed = torch.zeros(4)
+    model.a.packed.copy_(total(model))
+
+
+def buffer(model: nn.Module) -> None:
+    model.a.register_buffer("packed", total(model))
+
+
+def in_a_list(model: nn.Module) -> None:
+    model.a.pieces = [total(model)]
+    model.a.packed = model.a.pieces[0]
+
+
+def inside_a_list(model: nn.Module) -> None:
+    model.a.__dict__.setdefault("pieces", [None])[0] = total(model)
+
+
+def inside_a_dictionary(model: nn.Module) -> None:
+    model.a.__dict__.setdefault("pieces", {})["x"] = total(model)
+
+
+def a_number(model: nn.Module) -> None:
+    model.a.packed = float(total(model).sum())
+
+
+def of_the_quantisation_method(model: nn.Module) -> None:
+    model.a.quant_method = getattr(model.a, "quant_method", SimpleNamespace())
+    model.a.quant_method.packed = total(model)
+
+
+def on_the_parent(model: nn.Module) -> None:
+    model.packed = total(model)
+
+
+def on_another_layer(model: nn.Module) -> None:
+    model.b.packed = total(model)
+
+
+DERIVED = {
+    "a": (replaced, changed_in_place, buffer, in_a_list, inside_a_list, inside_a_dictionary, a_number, of_the_quantisation_method),
+    "": (on_the_parent,),
+    "b": (on_another_layer,),
+}
+CASES = [pytest.param(owner, finish, id=finish.__name__) for owner, finishes in DERIVED.items() for finish in finishes]
+
+
+def derived(model: nn.Module) -> object:
+    for module in model.modules():
+        for holder in (module, getattr(module, "quant_method", None)):
+            if "pieces" in getattr(holder, "__dict__", {}):
+                return holder.pieces[next(iter(holder.pieces)) if isinstance(holder.pieces, dict) else 0]
+            if hasattr(holder, "packed"):
+                return holder.packed
+    raise AssertionError("no derived state")
+
+
+@pytest.mark.parametrize(("owner", "finish"), CASES)
+@pytest.mark.parametrize("first", ["another push", "the same weights", "the other layer"])
+def test_derived_state_follows_every_push(owner: str, finish: Callable[[nn.Module], None], first: str) -> None:
+    """Whatever is computed from a layer's weights at the end of a session follows each push, whichever layers the first one changed."""
+    host = ToyHost(Model(), fill, finish)
+    applier = start(host, weights(0))
+    match first:
+        case "another push":
+            push(applier, weights(1))
+        case "the same weights":
+            push(applier, weights(0))
+        case "the other layer":
+            push(applier, weights(0) | {"b.weight": weights(1)["b.weight"]})
+    for seed in (2, 3, 4):
+        push(applier, weights(seed))
+        assert holds(host, weights(seed))
+        expected = Model().requires_grad_(False)
+        for name, tensor in weights(seed).items():
+            fill(expected, name, tensor)
+        assert torch.equal(torch.as_tensor(derived(host.model)), total(expected) if finish is not a_number else total(expected).sum())
+    assert owner in applier.reload
+    assert "derived from" in applier.reload[owner]
+
+
+class Tied(nn.Module):
+    """An embedding and a head that keeps a packed copy of the tensor between them, as vLLM on a CPU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = Layer(4, 6), Layer(4, 6)
+        self.head.weight = self.embed.weight
+
+
+def pack_head(model: nn.Module) -> None:
+    model.head.packed = model.head.weight.t().contiguous()
+
+
+def test_the_partner_of_a_tied_layer_is_rebuilt() -> None:
+    host = ToyHost(Tied(), fill, pack_head)
+    applier = start(host, {"embed.weight": torch.zeros(4, 6)})
+    for value in (1.0, 2.0, 2.0, 3.0):
+        push(applier, {"embed.weight": torch.full((4, 6), value)})
+        assert host.model.head.packed.unique().tolist() == [value]
+    assert "packed is derived from weights" in applier.reload["head"]
+
+
+class Transposed(nn.Module):
+    """Loads checkpoint layout, then stores the transpose: what a kernel wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Layer(6, 4)
+
+
+def fill_transposed(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    target = model.get_parameter(name)
+    target.copy_(tensor.t() * 1 if not target.is_meta else tensor.t())
+
+
+def fill_scaled(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    target = model.get_parameter(name)
+    target.copy_(tensor * 2 if not target.is_meta else tensor)
+
+
+def test_a_layer_stored_in_another_way_stays_on_reload() -> None:
+    """The routes say where bytes go while loading; a layer whose live bytes are others was rewritten afterwards."""
+    host = ToyHost(Model(), fill_scaled)
+    applier = start(host, weights(0))
+    for seed in (1, 2, 3):
+        push(applier, weights(seed))
+        assert torch.equal(host.model.a.weight, 2 * weights(seed)["a.weight"])
+    assert applier.direct == set()
+    assert applier.reload["a"] == "a.weight is not stored as the checkpoint has it"
+
+
+def test_a_transposed_route_is_copied_right() -> None:
+    host = ToyHost(Transposed(), fill_transposed)
+    tensors = [{"a.weight": torch.randn(4, 6)} for _ in range(3)]
+    applier = start(host, tensors[0])
+    for value in tensors[1:]:
+        push(applier, value)
+        assert torch.equal(host.model.a.weight, value["a.weight"].t())
+    assert applier.direct == {"a"}
+
+
+def test_a_layer_that_is_computed_on_the_way_gets_all_tensors_each_time() -> None:
+    def add(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        model.get_parameter(name).copy_(tensor + 1)
+
+    host = ToyHost(Model(), lambda model, name, tensor: (add if name.startswith("a") else fill)(model, name, tensor))
+    applier = start(host, weights(0))
+    for seed in (1, 2, 3):
+        push(applier, weights(seed))
+        assert torch.equal(host.model.a.weight, weights(seed)["a.weight"] + 1)
+        assert torch.equal(host.model.b.weight, weights(seed)["b.weight"])
+    assert "computes its values on the way" in applier.reload["a"]
+
+
+def test_addresses_stay_over_pushes() -> None:
+    host = ToyHost(Model(), fill)
+    applier = start(host, weights(0))
+    addresses = {name: (parameter.data_ptr(), id(parameter)) for name, parameter in host.model.named_parameters()}
+    for seed in (0, 1, 2):
+        push(applier, weights(seed))
+        assert {name: (parameter.data_ptr(), id(parameter)) for name, parameter in host.model.named_parameters()} == addresses
+
+
+@pytest.mark.parametrize("value", [float("nan"), -0.0], ids=["nan", "negative zero"])
+def test_bits_are_compared_not_numbers(value: float) -> None:
+    host = ToyHost(Model(), fill)
+    applier = start(host, weights(0))
+    special = weights(1)
+    special["a.weight"][0, 0] = value
+    push(applier, special)
+    assert applier.direct == {"a", "b"}
+    other = special | {"a.weight": special["a.weight"].clone()}
+    other["a.weight"][0, 0] = 0.0
+    with pytest.raises(DigestMismatch, match=r"a\.weight does not hold the bytes of a\.weight") as caught:
+        applier.read_back(other)
+    assert caught.value.tensor == "a.weight"
+
+
+def test_a_write_beside_the_push_is_seen_when_it_is_read_back() -> None:
+    host = ToyHost(Model(), fill)
+    applier = start(host, weights(0))
+    push(applier, weights(1))
+    host.model.b.weight[1] += 1e-3
+    with pytest.raises(DigestMismatch, match=r"b\.weight"):
+        applier.read_back(weights(1))
