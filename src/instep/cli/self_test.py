@@ -30,6 +30,7 @@ class Subject:
     name: str
     engine: Any
     greedy: Callable[[], Answer]
+    close: Callable[[], None] = lambda: None
 
 
 def self_test() -> list[Finding]:
@@ -40,7 +41,10 @@ def self_test() -> list[Finding]:
             subject = start_vllm(model, Path(folder)) if find_spec("vllm") else start_embedded(model)
         except Exception as error:
             return [Finding("engine", "fail", f"did not start: {error!r}", "the lines above, and the engine's own log, say why")]
-        return [Finding("engine", "ok", subject.name), *push_twice(model, subject)]
+        try:
+            return [Finding("engine", "ok", subject.name), *push_twice(model, subject)]
+        finally:
+            subject.close()
 
 
 def push_twice(model: Any, subject: Subject) -> list[Finding]:
@@ -102,6 +106,7 @@ def start_vllm(model: Any, folder: Path) -> Subject:
     print("starting vLLM with a tiny random model, about a minute", file=sys.stderr, flush=True)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 20 s of compiling, and the need for a compiler
     from vllm import LLM, SamplingParams
 
     model.save_pretrained(folder)
@@ -115,7 +120,7 @@ def start_vllm(model: Any, folder: Path) -> Subject:
         answer = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0].outputs[0]
         return list(answer.token_ids), [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
 
-    return Subject("vLLM, tiny random Qwen3", llm, greedy)
+    return Subject("vLLM, tiny random Qwen3", llm, greedy, llm.llm_engine.engine_core.shutdown)
 
 
 def start_embedded(model: Any) -> Subject:
