@@ -190,5 +190,8 @@ def raw(value: Any) -> msgspec.Raw:
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
-    """Raises `msgspec.ValidationError` where the bytes are not a well-formed `kind`."""
-    return msgspec.msgpack.decode(data, type=kind)
+    """Raises `msgspec.DecodeError` where the bytes are not a well-formed `kind`."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UnicodeDecodeError as error:  # of which msgspec makes no DecodeError
+        raise msgspec.DecodeError(str(error)) from error
