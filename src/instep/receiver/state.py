@@ -96,7 +96,8 @@ class Receiver:
         except Exception as error:
             kind = type(error).__name__ if isinstance(error, InstepError) else "ApplyError"
             text = error.args[0] if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
-            fault = Fault(kind, str(text), getattr(error, "tensor", None))
+            text = str(text).encode(errors="replace").decode()  # lone surrogates cannot travel
+            fault = Fault(kind, text, getattr(error, "tensor", None))
             self.last_error = f"{method}: {text}"
         return encode(Reply(seq, self.host.rank, self.state, self.version, fault, raw(body)))
 
@@ -116,6 +117,7 @@ class Receiver:
 
     def trace(self, request: Request) -> Any:
         wanted = decode(request.body, TraceRequest)
+        self._respect_lease(request)
         if wanted.signature != signature(wanted.tensors):
             raise PlanError("the list of tensors is not the one that was signed")
         plan = trace(self.host, wanted.tensors)
@@ -128,10 +130,9 @@ class Receiver:
         """Opens the version and begins to prove its bytes, beside the engine's steps. What the engine serves does not change."""
         wanted = decode(request.body, PrepareRequest)
         manifest = wanted.manifest
+        self._respect_lease(request)
         if self.applier is None or wanted.signature != self.signature:
             raise PlanError("the worker has no plan for these tensors: it was restarted, or the source changed. Push again")
-        if self.prepared and self.prepared.session != request.session and time.monotonic() < self.prepared.expires:
-            raise VersionConflict(f"another trainer is pushing {self.prepared.manifest.version!r} to this engine")
         if self.history.get(manifest.version, (mark := total(manifest.digests))) != mark:
             raise VersionConflict(
                 f"version {manifest.version!r} was served before, with other bytes; give each set of weights a name of its own"
@@ -193,9 +194,15 @@ class Receiver:
             read_back=count,
         )
 
-    def abort(self, _: Request) -> None:
-        """Forgets what was prepared. Safe to repeat; a dirty worker stays dirty."""
-        self._drop()
+    def abort(self, request: Request) -> None:
+        """Forgets what this trainer prepared. Safe to repeat; a dirty worker stays dirty."""
+        if self.prepared and self.prepared.session == request.session:
+            self._drop()
+
+    def _respect_lease(self, request: Request) -> None:
+        prepared = self.prepared
+        if prepared and prepared.session != request.session and time.monotonic() < prepared.expires:
+            raise VersionConflict(f"another trainer is pushing {prepared.manifest.version!r} to this engine")
 
     def _drop(self) -> bool:
         """Closes what was prepared. False if something still refers to its bytes."""
