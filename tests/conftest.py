@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from call_by_call import Model, Trainer, fill
 from hypothesis import HealthCheck, settings
+from toys import ToyHost
 
+from instep.receiver.state import Receiver
 from instep.transport import shm
+from instep.transport.shm import ShmTransport
 
 # A busy machine makes single examples slow; that is no finding.
 settings.register_profile("instep", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -19,3 +24,20 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of this test alone where shared segments live: what is in it can be counted."""
     monkeypatch.setattr(shm, "directory", lambda: tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def host() -> ToyHost:
+    return ToyHost(Model(), fill)
+
+
+@pytest.fixture
+def transport(segments: Path) -> Iterator[ShmTransport]:
+    transport = ShmTransport()
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def trainer(host: ToyHost, transport: ShmTransport) -> Trainer:
+    return Trainer(Receiver(host), transport)
