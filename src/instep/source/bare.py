@@ -6,7 +6,6 @@ bytes are wanted: peft's own code runs on a private copy of that layer, so the t
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -159,5 +158,5 @@ def _private_copy(module: nn.Module, own: dict[int, torch.Tensor]) -> Any:
 def _shallow_copy(module: nn.Module) -> nn.Module:
     """A module with the same tensors and children. Its containers are its own: peft notes in a layer's lists what it has merged."""
     twin: nn.Module = module.__new__(type(module))
-    twin.__dict__ = {name: copy.copy(value) if isinstance(value, dict | list | set) else value for name, value in module.__dict__.items()}
+    twin.__dict__ = {name: value.copy() if isinstance(value, dict | list | set) else value for name, value in module.__dict__.items()}
     return twin
