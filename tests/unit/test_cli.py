@@ -84,15 +84,15 @@ def test_an_error_is_told_in_words_and_in_the_exit_code(
 
 
 def test_demo_hands_its_flags_on_and_returns_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, object] = {}
+    seen: list[object] = []
 
-    def fake(**flags: object) -> int:
-        seen.update(flags)
+    def fake(*arguments: object) -> int:
+        seen.extend(arguments)
         return 3
 
-    monkeypatch.setattr("instep.demo.run", fake)
+    monkeypatch.setattr("instep.cli.demo.run", fake)
     monkeypatch.setattr(sys, "argv", ["instep", "demo", "--model", "tiny", "--steps", "2", "--seed", "7", "--out", "results", "--json"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 3
-    assert seen == {"model": "tiny", "steps": 2, "seed": 7, "out": Path("results"), "json": True}
+    assert seen == ["tiny", 2, 7, Path("results"), True]

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
-from instep.errors import ConfigError
+from instep.demo import ModelName, run
 
 
-def demo(
-    *,
-    model: Literal["smollm2", "tiny"] = "smollm2",
-    steps: int | None = None,
-    seed: int = 0,
-    out: Path = Path("demo-results"),
-    json: bool = False,
-) -> int:
+def demo(*, model: ModelName = "smollm2", steps: int = 12, seed: int = 0, out: Path = Path("demo-results"), json: bool = False) -> int:
     """Train a small language model with GRPO while a live engine follows it step by step.
 
     Parameters
@@ -25,14 +17,10 @@ def demo(
     steps
         Optimizer steps, each followed by one push.
     seed
-        Seed of the prompts, the sampling and the random model.
+        Of the questions, the sampling and the random model.
     out
         Directory for the picture and the log.
     json
-        Print the result as JSON on stdout; progress goes to stderr.
+        Print the log on stdout; the table goes to stderr.
     """
-    try:
-        from instep.demo import run
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the demo needs {error.name}", next_step='pip install "instep[demo]"') from error
-    return run(model=model, steps=steps, seed=seed, out=out, json=json)
+    return run(model, steps, seed, out, json)
