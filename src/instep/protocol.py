@@ -22,6 +22,11 @@ ITEM_BYTES = {
 """Bytes of one element, for each dtype name that may travel (PyTorch's names without the `torch.` prefix)."""
 
 
+def dtype_name(dtype: object) -> str:
+    """`bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     """One checkpoint tensor, by the name that `save_pretrained` would write.
 

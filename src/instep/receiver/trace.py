@@ -16,16 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.errors import InstepError, PlanError
 from instep.plan.region import simplify
-from instep.protocol import ParamMeta, Region, Route, TensorMeta, WorkerPlan
+from instep.protocol import ParamMeta, Region, Route, TensorMeta, WorkerPlan, dtype_name
 from instep.receiver import Host
 
 aten = torch.ops.aten
 COMPUTED = ("", Region(0, (), ()))  # a scalar that is no element of a checkpoint tensor
 SAME_ELEMENTS = (aten.clone.default, aten._to_copy.default, aten.contiguous.default)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def trace(host: Host, tensors: Sequence[TensorMeta]) -> WorkerPlan:

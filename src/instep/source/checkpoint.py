@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from instep.errors import ConfigError, SourceError
-from instep.protocol import TensorMeta
+from instep.protocol import TensorMeta, dtype_name
 from instep.source.names import natural_key
-from instep.source.tensors import check, dtype_name
+from instep.source.tensors import check
 
 
 class CheckpointSource:

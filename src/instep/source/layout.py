@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from instep.errors import SourceError
-from instep.protocol import Region, TensorMeta
-from instep.source.tensors import dtype_name
+from instep.protocol import Region, TensorMeta, dtype_name
 
 aten = torch.ops.aten
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from instep.errors import ConfigError, SourceError
-from instep.protocol import TensorMeta
+from instep.protocol import TensorMeta, dtype_name
 from instep.source.bare import adapter_state, bare, merge, owner, unwrap
 from instep.source.layout import Saved, convert, layout
 from instep.source.names import canonical, canonical_names
-from instep.source.tensors import check, dtype_name, identity, version
+from instep.source.tensors import check, identity, version
 
 
 class MappingSource:

@@ -8,11 +8,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from instep.errors import SourceError
-from instep.protocol import ITEM_BYTES
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+from instep.protocol import ITEM_BYTES, dtype_name
 
 
 def identity(tensor: torch.Tensor) -> Hashable:
