@@ -27,7 +27,7 @@ Serving = Literal["old", "new", "dirty", "unknown"]
 WORDS: dict[str, str] = {
     "old": "still serves {version}",
     "new": "serves {version}",
-    "dirty": "DIRTY: holds parts of two versions and refuses to generate",
+    "dirty": "DIRTY: refuses to generate until a push succeeds",
     "unknown": "does not answer; it served {version} when it last did",
 }
 

@@ -133,9 +133,11 @@ class Member:
 
     async def condemn(self, reason: str) -> None:
         """The engine must not generate until a push heals it."""
+        phase = self.phase
         self.serving, self.condemned = "dirty", reason
         with suppress(InstepError):  # the error that led here is the one to tell
             await self.bounded("refuse", self.engine.refuse(reason))
+        self.serving, self.phase = "dirty", phase
 
     async def accept(self) -> None:
         self.condemned = None
