@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from call_by_call import Model, Trainer, fill
 from hypothesis import HealthCheck, settings
 from toys import ToyHost
@@ -17,6 +18,15 @@ from instep.transport.shm import ShmTransport
 # A busy machine makes single examples slow; that is no finding.
 settings.register_profile("instep", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("instep")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, which wait for each other on a busy machine. Real engines choose for themselves."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads if "integration" in request.path.parts else 1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
