@@ -32,7 +32,7 @@ def run(model: ModelName = "smollm2", steps: int | None = None, seed: int = 0, o
     """
     if steps is not None and steps < 1:
         raise ConfigError(f"steps must be at least 1, not {steps}")
-    set_environment()
+    set_environment(model)
     try:
         from instep.demo.loop import demo
     except ModuleNotFoundError as error:
@@ -40,13 +40,13 @@ def run(model: ModelName = "smollm2", steps: int | None = None, seed: int = 0, o
     return demo(model, steps or 12, seed, out, json)
 
 
-def set_environment() -> None:
+def set_environment(model: ModelName) -> None:
     """What torch, vLLM and transformers read when they are first imported. What the user has set stays."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, vLLM leaves one core to others; here trainer and engine take turns on all of them
-        "OMP_NUM_THREADS": str(min(cores, 8)),
+        "OMP_NUM_THREADS": "1" if model == "tiny" else str(min(cores, 8)),  # threads of a tiny model wait for each other
         "OMP_WAIT_POLICY": "passive",  # or the threads of the one that waits take the cores from the one that works
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_OFFLINE": "1",

@@ -28,6 +28,7 @@ def demo(name: ModelName, steps: int, seed: int, out: Path, json: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with terminal(out / "engine.log", stderr=json) as console, Show(console) as show, TemporaryDirectory() as scratch:
         run = learn(name, steps, seed, Path(scratch), show)
+        show.doing("drawing")
         run.save(out / "demo.json")
         draw(run, out / "demo.png")
         show.say(run.verdict(), "bold")
@@ -103,7 +104,7 @@ def sample(generate: Generate, lesson: Task, questions: Sequence[Question], seed
         )
         for question, completions in zip(questions, answers, strict=True)
     ]
-    return groups, sorted({completion.weight_version or "" for completions in answers for completion in completions})
+    return groups, sorted({completion.weight_version or "unlabelled" for completions in answers for completion in completions})
 
 
 def update(trainer: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> float | None:

@@ -12,7 +12,7 @@ import msgspec
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step. Rewards are of completions that were sampled before its update, from the weights `sampled_from`."""
+    """One step. Rewards are of completions that were sampled before its update, from weights that the engine labels `sampled_from`."""
 
     step: int
     sampled_from: list[str]
