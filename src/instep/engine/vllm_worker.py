@@ -71,6 +71,8 @@ class VllmHost:
         with ExitStack() as stack:
             stack.enter_context(self._context())
             on_failure = stack.enter_context(_registered_tensors_put_back(model))
+            if self.device == "cpu":
+                forget_expert_kernels(model)
             initialize_layerwise_reload(model)
             try:
                 yield
@@ -117,6 +119,18 @@ def unwrap_loaders(layer: torch.nn.Module) -> None:
         while getattr(loader, "__name__", "") == "online_process_loader":
             loader = loader.__wrapped__
             tensor.weight_loader = loader  # type: ignore[union-attr]
+
+
+def forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Has each expert layer set up its kernel anew when it is loaded.
+
+    On the CPU the kernel expects packed weights, and vLLM packs them only while it sets the kernel up: its own reload leaves them unpacked,
+    and the layer computes nonsense. On a GPU the kernel stays, as CUDA graphs may have captured it.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def refresh_tied(model: torch.nn.Module) -> None:
