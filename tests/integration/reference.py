@@ -10,25 +10,72 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from engines import greedy, start, stop
+import torch
+from engines import Generated, greedy, start, stop
 from models import PROMPTS
+
+from instep import WeightSync
 
 
 def main(out: str, *checkpoints: str) -> None:
-    results = {}
-    for index, checkpoint in enumerate(checkpoints):
-        llm = start(Path(checkpoint), load_format="auto")
-        results[checkpoint] = {"fresh": greedy(llm, PROMPTS)}
-        if index == 1:
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoints[0]})
-            llm.reset_prefix_cache()
-            results[checkpoints[0]]["stock_reload"] = greedy(llm, PROMPTS)
-        stop(llm)
+    """`checkpoints` come in pairs: two of each family. The first pair is of the family with a tied head."""
+    results: dict[str, dict[str, Generated]] = {}
+    for first, second in zip(checkpoints[::2], checkpoints[1::2], strict=True):
+        results[first] = {"fresh": generated(first)}
+        results[second] = {"fresh": generated(second)}
+        results[first]["stock_reload"] = generated(second, then=lambda llm, folder=first: stock_reload(llm, folder))
+    with packed_heads():
+        first, second = checkpoints[:2]
+        results[first]["packed_fresh"] = generated(first)
+        results[first]["packed_stock_reload"] = generated(second, then=lambda llm: stock_reload(llm, first))
+        results[first]["packed_push"] = generated(second, then=lambda llm: push(llm, first))
     Path(out).write_text(json.dumps(results))
+
+
+def generated(folder: str, then: Callable[[Any], None] | None = None) -> Generated:
+    """What an engine that loaded `folder` generates, after `then` was done to it."""
+    llm = start(Path(folder), load_format="auto")
+    try:
+        if then is not None:
+            then(llm)
+        return greedy(llm, PROMPTS)
+    finally:
+        stop(llm)
+
+
+def stock_reload(llm: Any, folder: str) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    llm.reset_prefix_cache()
+
+
+def push(llm: Any, folder: str) -> None:
+    with WeightSync(source=folder, engines=[llm]) as sync:
+        sync.push("packed")
+
+
+@contextmanager
+def packed_heads() -> Iterator[None]:
+    """As on CPUs whose kernels want packed weights: the head of a model keeps a copy of its own. Whether this machine is one of them
+    must not decide what the test sees."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def pack(_: Any, layer: torch.nn.Module) -> None:
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+
+    original = UnquantizedEmbeddingMethod.process_weights_after_loading
+    UnquantizedEmbeddingMethod.process_weights_after_loading = pack
+    try:
+        yield
+    finally:
+        UnquantizedEmbeddingMethod.process_weights_after_loading = original
 
 
 if __name__ == "__main__":

@@ -59,6 +59,12 @@ def test_a_checkpoint_directory_is_a_source(
     assert greedy(llm, PROMPTS) == reference(family, 3)
 
 
-def test_stock_reload_of_a_tied_model_is_wrong_here(reference: Callable[..., Any]) -> None:
-    """vLLM's own reload leaves the packed lm_head of a tied model at the old weights on the CPU; the tests above show ours right."""
-    assert reference("qwen3", 2, "stock_reload") != reference("qwen3", 2)
+def test_stock_reload_of_experts_is_wrong(reference: Callable[..., Any]) -> None:
+    """vLLM's own reload leaves expert weights unpacked on the CPU; the tests above show that a push packs them."""
+    assert reference("qwen3_moe", 2, "stock_reload") != reference("qwen3_moe", 2)
+
+
+def test_stock_reload_of_a_tied_packed_head_is_wrong_and_a_push_right(reference: Callable[..., Any]) -> None:
+    """Where the head keeps a packed copy of a tied weight, vLLM's own reload leaves it at the old weights."""
+    assert reference("qwen3", 2, "packed_stock_reload") != reference("qwen3", 2, "packed_fresh")
+    assert reference("qwen3", 2, "packed_push") == reference("qwen3", 2, "packed_fresh")
