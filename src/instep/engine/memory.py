@@ -161,7 +161,7 @@ class MemoryHost:
         self.places: dict[str, Place] = {}
         rows: dict[str, int] = defaultdict(int)
         shards = {name: self._shard(name, tensor) for name, tensor in checkpoint.items()}
-        for name in sorted(checkpoint, key=lambda name: (_param(name), PARTS.get(name.split(".")[-2], 0))):
+        for name in sorted(checkpoint, key=lambda name: (_param(name), PARTS.get(_layer(name), 0))):
             self.places[name] = Place(_param(name), self._index(name, shards[name], rows), _axis(name))
         for name, shard in shards.items():
             param = _param(name)
@@ -255,12 +255,16 @@ def _param(name: str) -> str:
     return f"{parent}.{FUSED[layer]}.{leaf}" if layer in FUSED else name
 
 
+def _layer(name: str) -> str:
+    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
 def _axis(name: str) -> int | None:
     """The axis along which tensor parallelism cuts a tensor; None for one that every worker has whole."""
     if name.endswith(ROW_PARALLEL):
         return 1
-    layer = name.split(".")[-2] if "." in name else ""
-    return 0 if layer in FUSED or name.endswith(VOCABULARY) else None
+    return 0 if _layer(name) in FUSED or name.endswith(VOCABULARY) else None
 
 
 def _register(model: nn.Module, name: str, param: nn.Parameter) -> None:
