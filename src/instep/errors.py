@@ -100,6 +100,8 @@ class EngineDirty(InstepError):
 class SyncError(InstepError):
     """A push did not reach every engine. `engines` says what each of them serves now."""
 
+    next_step = "`sync.status()` asks the engines again; the next push takes all of them along"
+
     def __init__(
         self,
         message: str,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from instep.engine import CachePolicy, Engine
-from instep.errors import EngineLost, EngineState, EngineTimeout, InstepError, Serving, VersionConflict, by_name
+from instep.errors import EngineLost, EngineState, EngineTimeout, InstepError, Serving, SyncError, VersionConflict, by_name
 from instep.plan.routes import Plan, prove
 from instep.protocol import (
     CommitRequest,
@@ -72,7 +72,7 @@ class Member:
         return self.version != version or self.serving != "old"
 
     async def bounded(self, phase: str, action: Awaitable[T]) -> T:
-        """Waits for an engine no longer than the timeout."""
+        """Waits for an engine no longer than the timeout. Whatever else it raises is an `EngineLost`: it is not known what it did."""
         self.phase = phase
         try:
             async with asyncio.timeout(self.timeout):
@@ -84,20 +84,32 @@ class Member:
             self.serving, self.incarnation, self.plan = "unknown", None, None
             self.holding.clear()
             raise
+        except InstepError:
+            raise
+        except Exception as error:
+            self.serving = "unknown"
+            raise EngineLost(f"{self.name} failed in {phase}: {type(error).__name__}: {error}") from error
 
-    async def call(self, method: Method, body: Any = None) -> list[Reply]:
-        """One reply per worker, in rank order.
+    async def call(self, method: Method, kind: type[T], body: Any = None) -> list[T]:
+        """One answer per worker, in rank order.
 
         Raises `EngineTimeout`, `EngineLost`, or the first worker's fault as the error that it names.
         """
         self.seq += 1
         payload = encode(Request(self.seq, self.session, raw(body)))
-        replies = sorted(
-            (decode(data, Reply) for data in await self.bounded(method, self.engine.call(method, payload))), key=lambda r: r.rank
-        )
-        if not replies or any(reply.seq != self.seq for reply in replies):
+        answers = await self.bounded(method, self.engine.call(method, payload))
+        try:
+            replies = sorted((decode(data, Reply) for data in answers), key=lambda reply: reply.rank)
+            if not replies or any(reply.seq != self.seq for reply in replies):
+                raise EngineLost(f"{self.name} answered {method} out of step: its workers lost count of its requests")
+            self._note(replies)
+            return [decode(reply.body, kind) for reply in replies]
+        except (msgspec.DecodeError, EngineLost) as error:
             self.serving = "unknown"
-            raise EngineLost(f"{self.name} answered {method} out of step: its workers lost count of its requests")
+            raise error if isinstance(error, EngineLost) else EngineLost(f"{self.name} sent no valid reply to {method}: {error}") from error
+
+    def _note(self, replies: Sequence[Reply]) -> None:
+        """What the engine serves, from its workers' replies. Raises the first fault among them."""
         versions = {reply.version for reply in replies}
         mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state == "dirty" for reply in replies)
         self.serving, self.version = ("dirty", self.version) if mixed else ("old", replies[0].version)
@@ -105,11 +117,12 @@ class Member:
             if reply.fault is not None:
                 where = f"{self.name} rank {reply.rank}" if len(replies) > 1 else self.name
                 raise by_name(reply.fault.kind)(f"{where}: {reply.fault.message}", tensor=reply.fault.tensor)
-        return replies
 
     async def hello(self) -> list[Identity]:
         """Who is there and what it serves. Raises `VersionConflict` where another trainer has pushed in between."""
-        found = [decode(reply.body, Identity) for reply in await self.call("hello")]
+        if self.condemned == LATE:
+            await self.abort()  # a commit that is still on its way finds nothing to commit
+        found = await self.call("hello", Identity)
         if sorted(identity.rank for identity in found) != list(range(found[0].world_size)):
             raise EngineLost(f"{self.name} has {found[0].world_size} workers, {len(found)} answered")
         incarnation = ",".join(identity.incarnation for identity in found)
@@ -118,9 +131,10 @@ class Member:
             self.attempted.clear()
         if self.serving == "old" and self.version in self.attempted:
             self.pushed = self.version
-            if self.condemned == LATE:  # the commit that did not answer in time has worked after all
-                await self.bounded("label", self.engine.label(str(self.version)))
-                await self.accept()
+        if self.serving == "old" and self.condemned == LATE:  # whether or not that commit has worked: it holds one whole version
+            if self.version is not None:
+                await self.bounded("label", self.engine.label(self.version))
+            await self.accept()
         if self.pushed is not None and self.version != self.pushed and self.serving == "old":
             raise VersionConflict(
                 f"{self.name} serves {self.version!r}, this trainer left it at {self.pushed!r}: another trainer pushes to it",
@@ -140,45 +154,47 @@ class Member:
         self.serving, self.phase = "dirty", phase
 
     async def accept(self) -> None:
-        self.condemned = None
         await self.bounded("resume", self.engine.resume())
         await self.bounded("resume", self.engine.refuse(None))
+        self.condemned = None
 
     async def trace(self, tensors: list[TensorMeta], signature: str, *, cast: bool) -> None:
         if self.plan is None or self.plan.signature != signature:
-            replies = await self.call("trace", TraceRequest(tensors, signature))
-            self.plan = prove(self.name, tensors, [decode(reply.body, WorkerPlan) for reply in replies], cast=cast)
+            workers = await self.call("trace", WorkerPlan, TraceRequest(tensors, signature))
+            self.plan = prove(self.name, tensors, workers, cast=cast)
 
     async def prepare(self, manifest: Manifest) -> None:
         self.holding.add(manifest.location.address)
-        await self.call("prepare", PrepareRequest(manifest, self.plan.signature if self.plan else "", lease=4 * self.timeout))
+        await self.call("prepare", type(None), PrepareRequest(manifest, self.plan.signature if self.plan else "", lease=4 * self.timeout))
         await self.bounded("prepare", self._arrived())
 
     async def _arrived(self) -> None:
         """The workers look through the bytes in threads of their own, so that generation goes on meanwhile."""
-        while any(not decode(reply.body, bool) for reply in await self.call("ready")):  # noqa: ASYNC110
+        while not all(await self.call("ready", bool)):  # noqa: ASYNC110
             await asyncio.sleep(POLL)
 
     async def abort(self) -> None:
-        await self.call("abort")
+        await self.call("abort", type(None))
         self.holding.clear()
 
     async def commit(self, manifest: Manifest, caches: CachePolicy) -> EngineReceipt:
         """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses to generate."""
         started = time.perf_counter()
         self.attempted.add(manifest.version)
+        self.condemned = self.condemned or LATE  # until its end is known; a push may be cancelled before that
         try:
             await self.bounded("pause", self.engine.pause(caches))
-            replies = await self.call("commit", CommitRequest(manifest.version))
+            receipts = await self.call("commit", WorkerReceipt, CommitRequest(manifest.version))
+            self.serving, self.pushed = "new", manifest.version
+            self.holding.clear()
+            await self.bounded("label", self.engine.label(manifest.version))
+            await self.accept()
         except InstepError as error:
             await self._after_failed_commit(manifest, error)
-            raise
-        self.serving, self.pushed = "new", manifest.version
-        self.holding.clear()
-        await self.bounded("label", self.engine.label(manifest.version))
-        await self.accept()
+            if isinstance(error, SyncError):
+                raise
+            raise SyncError(str(error.args[0]), tensor=error.tensor) from error
         pause = time.perf_counter() - started
-        receipts = [decode(reply.body, WorkerReceipt) for reply in replies]
         slowest = max(receipts, key=lambda receipt: receipt.seconds["apply"])
         return EngineReceipt(
             self.name,
@@ -195,11 +211,11 @@ class Member:
         if self.serving == "old":
             self.holding.discard(manifest.location.address)
             with suppress(InstepError):  # the first error is the one to tell
-                await self.bounded("resume", self.engine.resume())
-        else:
-            serving = self.serving
-            await self.condemn(LATE if serving == "unknown" else f"{phase} of {manifest.version}: {error.args[0]}")
-            self.serving = serving
+                await self.accept()
+        if self.serving != "old":
+            late = self.serving == "unknown"
+            await self.condemn(LATE if late else f"{phase} of {manifest.version}: {error.args[0]}")
+            self.serving = "unknown" if late else "dirty"
         self.phase = phase
 
 
@@ -209,9 +225,14 @@ class Fleet:
     def __init__(self, engines: Sequence[Engine], session: str, timeout: float) -> None:
         self.session, self.timeout = session, timeout
         self.members = [Member(engine, session, timeout) for engine in engines]
+        self._tell_apart()
+
+    def _tell_apart(self) -> None:
+        taken: set[str] = set()
         for index, member in enumerate(self.members):
-            if [m.name for m in self.members].count(member.name) > 1:
+            if member.name in taken:
                 member.engine.name = f"{member.name}-{index}"
+            taken.add(member.name)
 
     def replace_lost(self, engine: Engine) -> None:
         """Adds an engine and forgets those that died; it takes over the name of the first of them."""
@@ -219,6 +240,7 @@ class Fleet:
         if lost:
             engine.name = lost[0].name
         self.members = [member for member in self.members if member not in lost] + [Member(engine, self.session, self.timeout)]
+        self._tell_apart()
 
     async def each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]]) -> dict[str, T]:
         """The results by engine name. A member that fails keeps its error in `failure`."""
@@ -226,8 +248,8 @@ class Fleet:
         async def one(member: Member) -> T | None:
             try:
                 result = await action(member)
-            except (InstepError, msgspec.DecodeError) as error:
-                member.failure = error if isinstance(error, InstepError) else EngineLost(f"{member.name} sent no valid reply: {error}")
+            except InstepError as error:
+                member.failure = error
                 return None
             member.failure = None
             return result
