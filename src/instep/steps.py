@@ -45,6 +45,7 @@ class Push:
         self.session = session
         self.version = version
         self.seconds: dict[str, float] = {}
+        self.non_finite, self.expected = session.non_finite, session.expected  # of the current version, until another is published
         self.started = time.perf_counter()
 
     def describe(self) -> list[TensorMeta]:
@@ -98,12 +99,13 @@ class Push:
                     next_step="push between optimizer steps, from the thread that steps",
                 )
         with self.phase("canary"):
-            session.expected = session.source.score(list(session.config.canary)) if session.config.canary else None
-        session.non_finite = published.non_finite
+            self.expected = session.source.score(list(session.config.canary)) if session.config.canary else None
+        self.non_finite = published.non_finite
         return Manifest(self.version, base, tensors, published.digests, published.location)
 
     async def prepare(self, members: Sequence[Member], manifest: Manifest) -> list[Member]:
         """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all."""
+        members = [member for member in members if member.failure is None]
         with self.phase("prepare"):
             await self.session.fleet.each(members, lambda member: member.prepare(manifest))
         try:
@@ -121,7 +123,7 @@ class Push:
         with self.phase("commit"):
             done = await session.fleet.each(members, lambda member: member.commit(manifest, session.config.caches))
         if done:
-            session.current = manifest
+            session.current, session.non_finite, session.expected = manifest, self.non_finite, self.expected
             if self.version not in session.history:
                 session.history.append(self.version)
         self._remaining(members)
@@ -139,22 +141,22 @@ class Push:
             tensors=len(sent),
             seconds=self.seconds,
             digest=total(manifest.digests),
-            engines=tuple(done.values()),
+            engines=tuple(done[member.name] for member in session.fleet.members if member.name in done and not member.failure),
             canary_gap=gap,
-            non_finite=session.non_finite,
+            non_finite=self.non_finite,
             failed=tuple(member.state() for member in session.fleet.members if member.failure),
         )
         self.tell(Event("done", self.version, receipt=receipt))
         return receipt
 
     async def _canary(self, members: Sequence[Member]) -> float | None:
-        session, expected = self.session, self.session.expected
+        session, expected = self.session, self.expected
         if not session.config.canary or expected is None:
             return None
         tokens = list(session.config.canary)
         with self.phase("canary"):
             scores = await session.fleet.each(members, lambda m: m.bounded("canary", m.engine.score(tokens)))
-        self._remaining(members)
+        members = self._remaining(members)
         gaps = {name: float((torch.tensor(score) - torch.tensor(expected)).abs().max()) for name, score in scores.items()}
         bound = session.config.canary_bound
         bad = [member for member in members if not gaps[member.name] <= bound]
@@ -162,8 +164,7 @@ class Push:
             text = f"log-probabilities differ from the trainer's by up to {gaps[member.name]:.3g}, the bound is {bound:g}"
             member.failure = CanaryError(f"{member.name} computes something else than the trainer: {text}")
             await member.condemn(text)
-        self._remaining(members)
-        return max(gaps.values(), default=None)
+        return max((gaps[member.name] for member in self._remaining(members)), default=None)
 
     def _remaining(self, members: Sequence[Member]) -> list[Member]:
         """The members that have not failed. Raises the failure where the config asks for all of them, or where none is left."""
