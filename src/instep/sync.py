@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from instep.config import Caches, Config, Require, check_version
 from instep.engine import connect
@@ -54,9 +56,12 @@ class WeightSync:
         config = Config(require, caches, cast, timeout, canary, canary_bound)
         if not engines:
             raise ConfigError("a WeightSync needs at least one engine")
+        if len({id(engine) for engine in engines}) < len(engines):
+            raise ConfigError("an engine is listed twice")
         fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout)
         self._session = Session(config, open_source(source), fleet, ShmTransport(), (log, *sinks))
-        self._busy = threading.Lock()
+        self._busy = threading.Lock()  # a push is running
+        self._asking = threading.Lock()  # somebody talks to the engines
 
     def push(self, version: str, *, base: str | None = None) -> Receipt:
         """Brings every engine to the source's weights of this moment and labels them `version`.
@@ -70,7 +75,7 @@ class WeightSync:
 
     async def apush(self, version: str, *, base: str | None = None) -> Receipt:
         """`push` for asyncio. The copy of the weights is made without giving up the event loop."""
-        with self._exclusive(check_version(version)) as push:
+        async with self._exclusive(check_version(version)) as push:
             tensors = push.describe()
             members = await push.connect()
             tensors = await push.plan(members, tensors)
@@ -82,19 +87,19 @@ class WeightSync:
     def catch_up(self, engine: Any = None) -> Receipt:
         """Brings engines that do not serve the current version to it: restarted ones, and those that a push did not reach.
 
-        engine: a new engine that takes the place of those that died.
+        engine: a new engine that takes the place of those that died, in this and every later push.
         Raises `VersionConflict` where no version is held: nothing was pushed yet, or the last push reached no engine.
         """
         return _run(self.acatch_up(engine))
 
     async def acatch_up(self, engine: Any = None) -> Receipt:
         """`catch_up` for asyncio."""
-        manifest = self._session.current
-        if manifest is None:
-            raise VersionConflict("there is no current version to catch up with: push one")
         if engine is not None:
             self._session.fleet.replace_lost(connect(engine))
-        with self._exclusive(manifest.version) as push:
+        if self._session.current is None:
+            raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
+        manifest = structs.replace(self._session.current, base=None)  # an engine that is behind need not serve its base
+        async with self._exclusive(manifest.version) as push:
             behind = [member for member in await push.connect() if member.behind(manifest.version)]
             await push.plan(behind, manifest.tensors)
             ready = await push.prepare(behind, manifest)
@@ -102,13 +107,17 @@ class WeightSync:
             return await push.receipt(done, manifest)
 
     def status(self) -> tuple[EngineState, ...]:
-        """What each engine serves, asked now."""
+        """What each engine serves, asked now; while a push is running, what was last heard."""
         return _run(self.astatus())
 
     async def astatus(self) -> tuple[EngineState, ...]:
         """`status` for asyncio."""
         fleet = self._session.fleet
-        await fleet.each(fleet.members, Member.hello)
+        if not self._busy.locked() and self._asking.acquire(blocking=False):
+            try:
+                await fleet.each(fleet.members, Member.hello)
+            finally:
+                self._asking.release()
         return fleet.states()
 
     def close(self) -> None:
@@ -122,16 +131,21 @@ class WeightSync:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _exclusive(self, version: str) -> Iterator[Push]:
+    @asynccontextmanager
+    async def _exclusive(self, version: str) -> AsyncIterator[Push]:
         if not self._busy.acquire(blocking=False):
             raise ConfigError("a push is running already: one WeightSync makes one push at a time")
-        push = Push(self._session, version)
         try:
-            yield push
-        except InstepError as error:
-            push.tell(Event("failed", version, error=error))
-            raise
+            while not self._asking.acquire(blocking=False):  # noqa: ASYNC110
+                await asyncio.sleep(0.003)  # until `status` has its answer, which may be in another thread
+            push = Push(self._session, version)
+            try:
+                yield push
+            except InstepError as error:
+                push.tell(Event("failed", version, error=error))
+                raise
+            finally:
+                self._asking.release()
         finally:
             self._busy.release()
 
