@@ -13,10 +13,10 @@ from instep.protocol import TensorMeta
 Checkpoint = dict[str, torch.Tensor]
 
 
-def checkpoint(seed: int = 0, *, tied: bool = False, moe: bool = False, dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
-    """Two layers as `save_pretrained` would name them: hidden size 8, two heads of four, one head for k and v, vocabulary of 20."""
+def checkpoint(seed: int = 0, *, layers: int = 2, tied: bool = False, moe: bool = False, dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
+    """A model as `save_pretrained` would name it: hidden size 8, two heads of four, one head for k and v, vocabulary of 20."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,), "model.temperature": ()}
-    for layer in ("model.layers.0", "model.layers.1"):
+    for layer in (f"model.layers.{index}" for index in range(layers)):
         shapes |= {f"{layer}.input_layernorm.weight": (8,)}
         shapes |= {f"{layer}.self_attn.{part}_proj.weight": (rows, 8) for part, rows in (("q", 8), ("k", 4), ("v", 4))}
         shapes |= {f"{layer}.self_attn.o_proj.weight": (8, 8)}
