@@ -24,6 +24,7 @@ def draw(run: Run, path: Path) -> None:
     plot_pushes(right, run)
     for axes in (left, right):
         axes.set_xlabel("step")
+        axes.set_xlim(0.2, len(run.steps) + 0.8)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)

@@ -77,7 +77,8 @@ class Show:
     def row(self, step: Step) -> None:
         styles = {"reward": "bold green", "": "green", "push": "bold", "digest": "dim"}
         cells = ((column.cell(step).rjust(column.width) + " ", styles.get(column.title, "")) for column in self.columns)
-        self.console.print(Text.assemble(*cells), soft_wrap=True)
+        note = "" if step.loss is not None else "nothing to learn: equal rewards"
+        self.console.print(Text.assemble(*cells, (note, "dim")), soft_wrap=True)
 
 
 @contextmanager
