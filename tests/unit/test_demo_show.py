@@ -96,6 +96,16 @@ def test_what_children_print_goes_to_the_log(tmp_path: Path, capfd: pytest.Captu
     assert log.read_text().splitlines() == ["from a worker", "to its stderr", "from this process"]
 
 
+def test_what_a_library_prints_does_not_get_into_the_table(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = io.StringIO()
+    with Show(Console(file=screen, force_terminal=True)) as show:
+        show.doing("starting")
+        print("a warning of a library")
+    assert "a warning" not in screen.getvalue()
+    assert "a warning" in capfd.readouterr().out
+    assert "starting" in screen.getvalue()
+
+
 def test_with_json_the_table_goes_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with terminal(tmp_path / "engine.log", stderr=True) as console:
         console.print("for the user")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.text import Text
 
 from instep.demo.record import Exam, Step
@@ -49,21 +51,22 @@ class Show:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.columns = [column for column in COLUMNS if column.narrow or not console.is_terminal or console.width >= 115]
-        self.status = console.status("")
+        self.spinner = Spinner("dots")
+        self.live = Live(self.spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def __enter__(self) -> Show:
         if self.console.is_terminal:
-            self.status.start()
+            self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.status.stop()
+        self.live.stop()
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style), soft_wrap=True)
 
     def doing(self, text: str) -> None:
-        self.status.update(text)
+        self.spinner.update(text=text)
 
     def exam(self, when: str, exam: Exam) -> None:
         self.say(f"\n{when}: {exam.reward:.2f} on questions never trained on")
