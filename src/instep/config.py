@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Config:
             raise ConfigError(f"require must be 'all' or 'any', not {self.require!r}")
         if self.caches not in ("reset", "keep"):
             raise ConfigError(f"caches must be 'reset' or 'keep', not {self.caches!r}")
-        if not self.timeout > 0:
+        if not 0 < self.timeout < math.inf:
             raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
         if not self.canary_bound > 0:
             raise ConfigError(f"canary_bound must be positive, not {self.canary_bound!r}")
