@@ -29,7 +29,7 @@ class EngineReceipt:
 class Receipt:
     """Every engine named in `engines` serves `version`, and its bytes are the trainer's: `digest` is the sum over all tensors.
 
-    seconds: by phase: connect, plan, publish, prepare, commit, canary, total.
+    seconds: by phase: describe, connect, plan, publish, prepare, commit, canary, total.
     pause: the longest time that an engine did not generate.
     canary_gap: largest difference of a log-probability between engines and trainer; None without a canary.
     non_finite: tensors that hold a NaN or an infinity; they were sent all the same.
