@@ -1,0 +1,116 @@
+"""What a push tells while it runs, and what the sinks make of it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from toys import checkpoint
+
+from instep import MemoryEngine, WeightSync
+from instep.errors import DigestMismatch, EngineLost, PlanError
+from instep.telemetry import Event, progress_bar, prometheus
+
+pytestmark = pytest.mark.usefixtures("segments")
+
+START, NEXT = checkpoint(0, layers=1), checkpoint(1, layers=1)
+
+
+def test_the_events_of_a_push() -> None:
+    events: list[Event] = []
+    with WeightSync(NEXT, [MemoryEngine(START)], sinks=[events.append]) as sync:
+        receipt = sync.push("v1")
+    phases = [event.phase for event in events if event.kind == "phase"]
+    assert phases == ["describe", "connect", "plan", "publish", "canary", "prepare", "commit"]
+    assert receipt.seconds.keys() == {*phases, "total"}
+    copied = [(event.nbytes, event.total) for event in events if event.kind == "bytes"]
+    assert [nbytes for nbytes, _ in copied] == sorted(nbytes for nbytes, _ in copied)
+    assert copied[-1] == (receipt.nbytes, receipt.nbytes)
+    assert {total for _, total in copied} == {receipt.nbytes}
+    assert {event.version for event in events} == {"v1"}
+    assert (events[-1].kind, events[-1].receipt) == ("done", receipt)
+    assert sum(event.kind == "done" for event in events) == 1
+
+
+def test_the_end_of_a_push_that_failed() -> None:
+    events: list[Event] = []
+    source = {"w": NEXT["model.norm.weight"]}
+    with WeightSync(source, [MemoryEngine(START)], sinks=[events.append]) as sync, pytest.raises(PlanError) as caught:
+        sync.push("v1")
+    assert (events[-1].kind, events[-1].error) == ("failed", caught.value)
+
+
+def test_the_log_is_always_on(caplog: pytest.LogCaptureFixture) -> None:
+    engine = MemoryEngine(START)
+    with caplog.at_level(logging.INFO, "instep"), WeightSync(NEXT, [engine]) as sync:
+        receipt = sync.push("v1")
+        engine.inject("hello")
+        with pytest.raises(EngineLost):
+            sync.push("v2")
+    assert [(record.levelname, record.name) for record in caplog.records] == [("INFO", "instep"), ("WARNING", "instep")]
+    assert caplog.records[0].getMessage() == str(receipt)
+    assert "push of v2 failed: memory was told to fail at hello" in caplog.records[1].getMessage()
+    assert "does not answer; it served v1" in caplog.records[1].getMessage()
+
+
+def sample(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+def test_prometheus_counts_into_the_registry_it_is_given() -> None:
+    registry = CollectorRegistry()
+    good, bad = MemoryEngine(START, name="good"), MemoryEngine(START, name="bad")
+    source = dict(NEXT)
+    with WeightSync(source, [good, bad], require="any", sinks=[prometheus(registry)]) as sync:
+        nbytes = sync.push("v1").nbytes
+        bad.inject("prepare")
+        sync.push("v2")
+        for engine in (good, bad):
+            engine.inject("digest")
+        with pytest.raises(DigestMismatch):
+            sync.push("v3")
+        source.pop("model.norm.weight")
+        with pytest.raises(PlanError):
+            sync.push("v4")
+    for outcome in ("ok", "partial", "DigestMismatch", "PlanError"):
+        assert sample(registry, "instep_syncs_total", outcome=outcome) == 1
+    assert sample(registry, "instep_sync_bytes_total") == 2 * nbytes
+    assert sample(registry, "instep_digest_mismatches_total") == 1
+    assert sample(registry, "instep_sync_duration_seconds_count", phase="total") == 2
+    assert sample(registry, "instep_pause_seconds_count", engine="good") == 2
+    assert sample(registry, "instep_pause_seconds_count", engine="bad") == 1
+
+
+def test_two_registries_do_not_meet() -> None:
+    first, second = CollectorRegistry(), CollectorRegistry()
+    with WeightSync(NEXT, [MemoryEngine(START)], sinks=[prometheus(first), prometheus(second)]) as sync:
+        sync.push("v1")
+    assert sample(first, "instep_syncs_total", outcome="ok") == sample(second, "instep_syncs_total", outcome="ok") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_progress_bar_is_for_terminals(terminal: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    stream: Any = Terminal() if terminal else io.StringIO()
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream)
+    source = dict(NEXT)
+    with WeightSync(source, [MemoryEngine(START)], sinks=[progress_bar()]) as sync:
+        sync.push("v1")
+        source.pop("model.norm.weight")
+        with pytest.raises(PlanError):
+            sync.push("v2")
+    assert ("v1 publish" in stream.getvalue()) == terminal
+    if not terminal:
+        assert stream.getvalue() == ""
+    assert capfd.readouterr().out == ""
