@@ -17,19 +17,20 @@ from instep.errors import ApplyError, EngineDirty, EngineLost
 
 @pytest.fixture(scope="module")
 def llm(engine: Callable[..., Any], checkpoints: Callable[[str, int], Path]) -> Any:
-    return engine(checkpoints("qwen3", 1), tensor_parallel_size=2, worker_extension_cls="faulty.FaultyExtension")
+    """Loaded from disk, with the weights of seed 2."""
+    return engine(checkpoints("qwen3", 2), load_format="auto", tensor_parallel_size=2, worker_extension_cls="faulty.FaultyExtension")
 
 
-def test_two_workers_take_their_slices(llm: Any, reference: Callable[..., Any]) -> None:
-    """The same greedy tokens as one worker that loads from disk; log-probabilities differ by the order of a sum."""
-    model = tiny("qwen3", 2)
+def test_two_workers_take_their_slices(llm: Any) -> None:
+    """Away from the weights that were loaded from disk, and back to them by a push: the same tokens and log-probabilities, bit for bit."""
+    from_disk = greedy(llm, PROMPTS)
+    model = tiny("qwen3", 3)
     with WeightSync(source=model, engines=[llm]) as sync:
-        for seed in (2, 3):
-            model.load_state_dict(tiny("qwen3", seed).state_dict())
-            sync.push(f"seed-{seed}")
-            for (tokens, logprobs), (expected, expected_logprobs) in zip(greedy(llm, PROMPTS), reference("qwen3", seed), strict=True):
-                assert tokens[:4] == expected[:4]
-                assert logprobs[0] == pytest.approx(expected_logprobs[0], abs=0.1)
+        sync.push("away")
+        assert greedy(llm, PROMPTS) != from_disk
+        model.load_state_dict(tiny("qwen3", 2).state_dict())
+        sync.push("back")
+        assert greedy(llm, PROMPTS) == from_disk
 
 
 def test_one_worker_that_fails_makes_the_engine_dirty(llm: Any) -> None:
