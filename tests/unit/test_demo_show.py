@@ -82,6 +82,7 @@ def test_the_verdict_says_what_happened() -> None:
 
 def test_the_verdict_admits_that_nothing_was_learned() -> None:
     assert run(0.2).verdict().startswith("a model did not learn")
+    assert run(0.3).verdict().startswith("a model did not learn")  # chance does that
     assert "canary" not in run(0.2, gap=None).verdict()
 
 
