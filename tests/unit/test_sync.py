@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
@@ -96,3 +98,27 @@ def test_asking_for_the_status_during_a_push_does_not_disturb_it() -> None:
 def test_a_sync_that_is_forgotten_frees_its_memory(segments: Path) -> None:
     WeightSync(checkpoint(1), [MemoryEngine(checkpoint(0))]).push("v1")
     assert list(segments.iterdir()) == []
+
+
+def test_nothing_grows_over_200_pushes(segments: Path) -> None:
+    """Segments, mappings, descriptors, threads and memory: one version of 2 MB that stays behind would show."""
+    source = {"layer.weight": torch.zeros(512, 1024)}
+    engine = MemoryEngine(source)
+    with WeightSync(source, [engine]) as sync:
+        seen = set()
+        for step in range(200):
+            source["layer.weight"] += 1
+            sync.push(f"v{step}")
+            if step >= 20:
+                mapped = sum("instep-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+                seen.add((len(list(segments.iterdir())), mapped, len(os.listdir("/proc/self/fd"))))
+            if step == 20:
+                threads, resident = threading.active_count(), resident_bytes()
+        assert len(seen) == 1
+        assert threading.active_count() <= threads
+        assert resident_bytes() - resident < 20 << 20
+    assert engine.hosts[0].model.layer.weight.unique().tolist() == [200.0]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
