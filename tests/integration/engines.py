@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles its sampler at the first token: seconds, and it dies where there is no C++ compiler
 }
 ARGUMENTS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 96, "max_num_seqs": 8, "skip_tokenizer_init": True}
 EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
@@ -21,11 +24,22 @@ Generated = list[tuple[list[int], list[float]]]
 
 def start(folder: Path, **arguments: Any) -> Any:
     """An `LLM` with random weights of its own (`load_format="dummy"`), unless the arguments say otherwise."""
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    from vllm import LLM
+    with settings():
+        from vllm import LLM
 
-    return LLM(str(folder), **{"load_format": "dummy", "worker_extension_cls": EXTENSION, **ARGUMENTS, **arguments})
+        return LLM(str(folder), **{"load_format": "dummy", "worker_extension_cls": EXTENSION, **ARGUMENTS, **arguments})
+
+
+@contextmanager
+def settings() -> Iterator[None]:
+    """What engines that start within it inherit; other tests of this process do not see it."""
+    before = dict(os.environ)
+    os.environ.update(SETTINGS)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def stop(llm: Any) -> None:

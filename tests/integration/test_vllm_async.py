@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ARGUMENTS, EXTENSION, SETTINGS, completion
+from engines import ARGUMENTS, completion, settings
 from models import PROMPTS, tiny
 
 from instep import WeightSync
@@ -78,18 +77,16 @@ async def in_flight(llm: Any, reference: Callable[..., Any]) -> None:
 
 
 def test_requests_in_flight(checkpoints: Callable[[str, int], Path], reference: Callable[..., Any]) -> None:
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     async def main() -> None:
-        arguments = {**ARGUMENTS, "worker_extension_cls": "faulty.FaultyExtension", "load_format": "dummy"}
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(checkpoints("qwen3", 1)), **arguments))
+        with settings():
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            arguments = {**ARGUMENTS, "worker_extension_cls": "faulty.FaultyExtension", "load_format": "dummy"}
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(checkpoints("qwen3", 1)), **arguments))
         try:
             await in_flight(llm, reference)
         finally:
             llm.shutdown()
 
-    assert EXTENSION  # the plain extension is what users name; the test's one adds failures to it
     asyncio.run(main())
