@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -42,54 +43,61 @@ def learn(name: ModelName, steps: int, seed: int, scratch: Path, show: Show) -> 
     began = time.perf_counter()
     show.say(f"trainer: {NAMES[name]}, float32, GRPO and AdamW, on {processor()}")
     show.doing("loading the model (the first time it is converted, which takes most of a minute)")
-    if name == "smollm2":
-        checkpoint = model.smollm2()
-        lesson = task.capitals(checkpoint)
-    else:
-        checkpoint = model.tiny(scratch, seed)
-        lesson = task.small_tokens(vocabulary=256, seed=seed)
+    checkpoint, lesson = prepare(name, seed, scratch)
     trainer = model.load(checkpoint)
-    optimizer = torch.optim.AdamW(trainer.parameters(), lr=lesson.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
-    kind = "vLLM, about a minute" if has_vllm() else "the embedded transformers engine, because vLLM is not installed"
-    show.say(f"engine:  starting {kind}")
+    show.say(f"engine:  starting {'vLLM, about a minute' if has_vllm() else 'the embedded transformers engine: vLLM is not installed'}")
     show.doing("starting the engine")
     running = start(checkpoint, lesson)
     show.say(f"engine:  {running.name}, started in {time.perf_counter() - began:.0f} s")
     show.say(f"reward:  {lesson.reward}")
+
     show.doing("asking questions that are never trained on")
     before = examine(running.generate, lesson, seed)
     show.exam("before", before)
+
     started = time.perf_counter()
-
-    record: list[Step] = []
-    questions = task.batches(lesson.questions, lesson.batch, seed)
     with WeightSync(source=trainer, engines=[running.engine], canary=lesson.canary) as sync:
-        show.header()
-        for step in range(1, steps + 1):
-            show.doing(f"step {step} of {steps}: the engine generates")
-            t0 = time.perf_counter()
-            groups, sampled_from = sample(running.generate, lesson, next(questions), seed=1_000 * (steps * seed + step))
-
-            show.doing(f"step {step} of {steps}: the trainer learns")
-            t1 = time.perf_counter()
-            loss = update(trainer, optimizer, groups)
-
-            show.doing(f"step {step} of {steps}: the engine takes over the new weights")
-            t2 = time.perf_counter()
-            receipt = sync.push(version=f"step-{step}")
-
-            rewards = [mean(group.rewards) for group in groups]
-            tokens = sum(len(completion) for group in groups for completion in group.completions)
-            record.append(Step(step, sampled_from, mean(rewards), rewards, tokens, t1 - t0, t2 - t1, loss, receipt.as_dict()))
-            show.row(record[-1])
-
+        record = train(trainer, running.generate, sync, lesson, steps, seed, show)
     ended = time.perf_counter()
+
     show.doing("asking the questions that were never trained on once more")
     after = examine(running.generate, lesson, seed)
     show.exam("after", after)
     seconds = {"start": started - began, "steps": ended - started, "total": time.perf_counter() - began}
     return Run(NAMES[name], running.name, processor(), versions(), seed, lesson.reward, before, after, record, seconds)
+
+
+def prepare(name: ModelName, seed: int, scratch: Path) -> tuple[Path, Task]:
+    if name == "smollm2":
+        checkpoint = model.smollm2()
+        return checkpoint, task.capitals(checkpoint)
+    return model.tiny(scratch, seed), task.small_tokens(vocabulary=256, seed=seed)
+
+
+def train(trainer: Any, generate: Generate, sync: WeightSync, lesson: Task, steps: int, seed: int, show: Show) -> list[Step]:
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=lesson.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    questions = task.batches(lesson.questions, lesson.batch, seed)
+    record: list[Step] = []
+    show.header()
+    for step in range(1, steps + 1):
+        show.doing(f"step {step} of {steps}: the engine generates")
+        t0 = time.perf_counter()
+        groups, sampled_from = sample(generate, lesson, next(questions), seed=1_000_000 * seed + 1_000 * step)
+
+        show.doing(f"step {step} of {steps}: the trainer learns")
+        t1 = time.perf_counter()
+        loss = update(trainer, optimizer, groups)
+        t2 = time.perf_counter()
+
+        show.doing(f"step {step} of {steps}: the engine takes over the new weights")
+        receipt = sync.push(version=f"step-{step}")
+
+        rewards = [mean(group.rewards) for group in groups]
+        tokens = sum(len(completion) for group in groups for completion in group.completions)
+        record.append(Step(step, sampled_from, mean(rewards), rewards, tokens, t1 - t0, t2 - t1, loss, receipt.as_dict()))
+        show.row(record[-1])
+    return record
 
 
 def sample(generate: Generate, lesson: Task, questions: Sequence[Question], seed: int) -> tuple[list[Group], list[str]]:
