@@ -12,6 +12,8 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",  # models this small wait longer for a second thread than they gain from it
+    "OMP_WAIT_POLICY": "passive",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles its sampler at the first token: seconds, and it dies where there is no C++ compiler

@@ -48,6 +48,7 @@ def set_environment(model: ModelName) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, vLLM leaves one core to others; here trainer and engine take turns on all of them
         "OMP_NUM_THREADS": "1" if model == "tiny" else str(min(cores, 8)),  # threads of a tiny model wait for each other
         "OMP_WAIT_POLICY": "passive",  # or the threads of the one that waits take the cores from the one that works
+        "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile its sampler at the first token, and die where there is no C++ compiler
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
