@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from toys import checkpoint
 
-from instep import MemoryEngine, WeightSync
+from instep import MemoryEngine, WeightSync, telemetry
 from instep.errors import DigestMismatch, EngineLost, PlanError
 from instep.telemetry import Event, progress_bar, prometheus
 
@@ -44,7 +44,8 @@ def test_the_end_of_a_push_that_failed() -> None:
     assert (events[-1].kind, events[-1].error) == ("failed", caught.value)
 
 
-def test_the_log_is_always_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_is_always_on(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry.logger, "disabled", False)  # import-linter, run in this process, disables loggers that exist
     engine = MemoryEngine(START)
     with caplog.at_level(logging.INFO, "instep"), WeightSync(NEXT, [engine]) as sync:
         receipt = sync.push("v1")
