@@ -46,6 +46,6 @@ class BenchExtension(WorkerExtension):
         with host.reload():
             for name, dtype, shape in described:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                group.broadcast([tensor], 0).wait()
+                group.broadcast(tensor, 0).wait()
                 host.load([(name, tensor)])
         return time.perf_counter() - started

@@ -14,6 +14,7 @@ elsewhere, add up to the digest of the whole: shards are compared without gather
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -29,7 +30,7 @@ BLOCK_BYTES = 8 * BLOCK_WORDS
 STRIP_BLOCKS = 16  # 512 KiB: a strip and its scratch stay in a core's second-level cache
 MASK = (1 << 64) - 1
 
-CHUNK = 32 * BLOCK_BYTES  # 1 MiB: one job of a thread
+CHUNK = 128 * BLOCK_BYTES  # 4 MiB: one job of a thread
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -57,21 +58,32 @@ def seed_of(meta: TensorMeta) -> int:
 
 def partial(data: Bytes, seed: int, first_block: int = 0) -> int:
     """The sum over `data`, the bytes that start at block `first_block` of the tensor. Add partials and the seed for a digest."""
-    total = 0
     blocks, rest = divmod(data.size, BLOCK_BYTES)
     words = data[: blocks * BLOCK_BYTES].view(np.uint64).reshape(blocks, BLOCK_WORDS)
-    scratch = np.empty((min(STRIP_BLOCKS, blocks), BLOCK_WORDS), np.uint64)
+    sums = np.empty(blocks, np.uint64)
+    scratch = _scratch()
     for start in range(0, blocks, STRIP_BLOCKS):
         strip = words[start : start + STRIP_BLOCKS]
         folded = np.right_shift(strip, np.uint64(32), out=scratch[: len(strip)])
         folded += strip
-        sums = np.einsum("ij,j->i", folded, inner_weights())
-        total += int((sums * outer_weights(seed, first_block + start, len(strip))).sum())
+        np.einsum("ij,j->i", folded, inner_weights(), out=sums[start : start + len(strip)])
+    total = int((sums * outer_weights(seed, first_block, blocks)).sum())
     if rest:
         tail = np.zeros(BLOCK_BYTES, np.uint8)
         tail[:rest] = data[blocks * BLOCK_BYTES :]
         total += partial(tail, seed, first_block + blocks)
     return total & MASK
+
+
+_of_thread = threading.local()
+
+
+def _scratch() -> Words:
+    """Made once for each thread: fresh pages for each call would cost as much as the sum."""
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = np.empty((STRIP_BLOCKS, BLOCK_WORDS), np.uint64)
+    scratch: Words = _of_thread.scratch
+    return scratch
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:
