@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from call_by_call import Model, Trainer, fill
+from hanging import shorten_deadlines
 from hypothesis import HealthCheck, settings
 from toys import ToyHost
 
@@ -34,6 +35,12 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of this test alone where shared segments live: what is in it can be counted."""
     monkeypatch.setattr(shm, "directory", lambda: tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline passes as soon as an engine hangs (see `hanging.py`)."""
+    shorten_deadlines(monkeypatch)
 
 
 @pytest.fixture

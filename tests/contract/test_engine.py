@@ -32,7 +32,7 @@ class Subject:
 
 def memory(tp: int, **kind: bool) -> Subject:
     return Subject(
-        source=lambda seed: checkpoint(seed, **kind),
+        source=lambda seed: checkpoint(seed, layers=1, **kind),
         fresh=lambda source: MemoryEngine(source, tp=tp),
         models=lambda engine: [host.model for host in engine.hosts],
         generate=lambda engine: engine.generate([1, 2, 3], max_tokens=6),
@@ -43,7 +43,7 @@ def tiny(family: str, seed: int, *, tied: bool) -> Any:
     import transformers
 
     sizes: dict[str, Any] = {
-        "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": tied, "max_position_embeddings": 64,
     }  # fmt: skip
     if family == "Qwen3Moe":
@@ -70,9 +70,7 @@ def embedded(family: str, *, tied: bool) -> Subject:
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "memory": lambda: memory(1),
     "memory-tp2": lambda: memory(2),
-    "memory-tied": lambda: memory(1, tied=True),
     "memory-tied-tp2": lambda: memory(2, tied=True),
-    "memory-moe": lambda: memory(1, moe=True),
     "memory-moe-tp2": lambda: memory(2, moe=True),
     "qwen3-tied": lambda: embedded("Qwen3", tied=True),
     "llama": lambda: embedded("Llama", tied=False),

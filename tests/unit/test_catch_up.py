@@ -46,6 +46,17 @@ def test_a_restarted_engine_catches_up_with_one_call(base: str | None) -> None:
     assert serves(restarted) == ("c", "c")
 
 
+def test_an_engine_catches_up_with_what_was_rounded_for_it() -> None:
+    trainer = Trainer(engine_named("stays"), engine_named("lacks"), cast=True, require="any")
+    trainer.source.update({name: tensor.double() for name, tensor in WEIGHTS["a"].items()})
+    trainer.sync._session.fleet.members[1].engine.inject("prepare")  # type: ignore[attr-defined]
+    assert [state.engine for state in trainer.sync.push("a").failed] == ["lacks"]
+    trainer.sync.catch_up()
+    assert [serves(member.engine) for member in trainer.sync._session.fleet.members] == [("a", "a")] * 2  # type: ignore[arg-type]
+    trainer.source.update({name: tensor.double() for name, tensor in WEIGHTS["b"].items()})
+    assert trainer.sync.push("b").failed == ()
+
+
 def test_an_engine_that_restarts_in_its_place_catches_up() -> None:
     """A supervisor brings its workers back: the same handle, new processes."""
     stays, restarts = engine_named("stays"), engine_named("restarts")

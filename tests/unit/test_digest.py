@@ -41,7 +41,7 @@ def meta_of(size: int, name: str = "model.w") -> TensorMeta:
     return TensorMeta(name, "uint8", (size,))
 
 
-SIZES = (0, 1, 7, 8, 9, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 3, STRIP_BLOCKS * BLOCK_BYTES + 5, CHUNK + BLOCK_BYTES + 11)
+SIZES = (0, 1, 7, 8, 9, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 3, STRIP_BLOCKS * BLOCK_BYTES + 5)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -50,6 +50,12 @@ def test_equals_the_formula(size: int) -> None:
     expected = formula(data.tobytes(), meta)
     assert digest(torch.from_numpy(data), meta) == expected
     assert digests([(meta, data)]) == {meta.name: expected}
+
+
+@pytest.mark.parametrize("size", [CHUNK, CHUNK + BLOCK_BYTES + 11, 2 * CHUNK + 1])
+def test_threads_share_a_large_tensor(size: int) -> None:
+    data, meta = noise(size), meta_of(size)
+    assert digests([(meta, data)]) == {meta.name: digest(torch.from_numpy(data), meta)}
 
 
 @given(st.binary(max_size=300), st.text(max_size=20))

@@ -5,23 +5,21 @@ Invariant 1: all or nothing. Invariant 2: known states. Invariant 3: no unbounde
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from toys import checkpoint, differing
 
 from instep import MemoryEngine, WeightSync
-from instep.engine import fleet, memory
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineLost, EngineState, EngineTimeout, SyncError, VersionConflict
 from instep.receipt import Receipt
 
 pytestmark = pytest.mark.usefixtures("segments")
 
-OLD, NEW, LATER = ({name: tensor for name, tensor in checkpoint(seed, layers=1).items() if "mlp" not in name} for seed in range(3))
+KEPT = ("embed_tokens", "q_proj", "k_proj", "v_proj", "model.norm")
+OLD, NEW, LATER = ({n: tensor for n, tensor in checkpoint(seed, layers=1).items() if any(part in n for part in KEPT)} for seed in range(3))
 VERSIONS = ("old", "new", "later")
 PROMPT = [1, 2, 3]
 FRESH = {tp: dict(zip(VERSIONS, (MemoryEngine(weights, tp=tp) for weights in (OLD, NEW, LATER)), strict=True)) for tp in (1, 2)}
@@ -62,23 +60,6 @@ def check_truth(state: EngineState, engine: MemoryEngine, before: str | None) ->
                     assert engine.version == ("v-new" if holds(engine) == "new" else before)
                 except EngineDirty:
                     pass  # to refuse is always safe
-
-
-@pytest.fixture
-def deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deadline passes as soon as an engine hangs: what happens then is real, the waiting is not."""
-    timeouts: dict[Any, asyncio.Timeout] = {}
-
-    def timeout(seconds: float) -> asyncio.Timeout:
-        timeouts[asyncio.current_task()] = asyncio.timeout(seconds)
-        return timeouts[asyncio.current_task()]
-
-    async def wait(self: asyncio.Event) -> None:
-        timeouts[asyncio.current_task()].reschedule(asyncio.get_running_loop().time())
-        await asyncio.Future()
-
-    monkeypatch.setattr(fleet, "asyncio", SimpleNamespace(timeout=timeout, gather=asyncio.gather, sleep=asyncio.sleep))
-    monkeypatch.setattr(memory, "asyncio", SimpleNamespace(Event=lambda: SimpleNamespace(wait=lambda: wait(asyncio.Event()))))
 
 
 POINTS = ("hello", "trace", "prepare", "ready", "digest", "pause", "commit", "tensor", "label", "resume")
@@ -136,6 +117,7 @@ def test_fault(point: Any, kind: Any, require: Any, tp: int, pushed: bool) -> No
 def heal(sync: WeightSync, bad: MemoryEngine, good: MemoryEngine, source: dict[str, Any]) -> None:
     """A restarted engine catches up with one call, and the next good push reaches everybody."""
     if bad.dead:
+        assert [state.serving for state in sync.status() if state.engine == "bad"] == ["unknown"]
         restarted = bad.restart(OLD)
         try:
             version = sync.catch_up(restarted).version
@@ -195,17 +177,27 @@ def test_a_failed_abort_changes_nothing(kind: Any) -> None:
             heal(sync, good, bad, source)
 
 
-def test_a_stuck_engine_delays_the_other_by_one_deadline_at_most() -> None:
-    """Invariant 3, in real time: the other is committed while the stuck one is still waited for."""
+@pytest.mark.parametrize("require", ["all", "any"])
+def test_a_stuck_engine_does_not_hold_up_the_other(require: Any) -> None:
+    """Invariant 3, in real time: the other generates again while the stuck one is still waited for, and the push ends with the deadline."""
     stuck, other = MemoryEngine(OLD, name="stuck"), MemoryEngine(OLD, name="other")
-    with WeightSync(NEW, [stuck, other], require="any", timeout=3.0) as sync:
+    resume, resumed = other.resume, []
+
+    async def noted() -> None:
+        await resume()
+        resumed.append(time.monotonic())
+
+    other.resume = noted  # type: ignore[method-assign]
+    with WeightSync(NEW, [stuck, other], require=require, timeout=2.0) as sync:
         stuck.inject("commit", "hang")
         started = time.monotonic()
-        receipt = sync.push("v-new")
-        assert 3.0 <= time.monotonic() - started < 9.0
-        assert "stuck did not answer commit within 3 s" in str(receipt)
-        assert [engine.engine for engine in receipt.engines] == ["other"]
-        assert receipt.engines[0].pause < 3.0
+        try:
+            text = str(sync.push("v-new"))
+        except EngineTimeout as error:
+            text = str(error)
+        assert 2.0 <= time.monotonic() - started < 8.0
+    assert "stuck did not answer commit within 2 s" in text
+    assert resumed[0] - started < 2.0
     assert answers(other) == "new"
 
 

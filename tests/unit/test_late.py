@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hanging import hang
 from named_weights import WEIGHTS, Trainer, engine_named, serves
 
 from instep import MemoryEngine
@@ -12,6 +13,7 @@ from instep.errors import EngineDirty, EngineTimeout, VersionConflict
 from instep.protocol import Method
 
 pytestmark = pytest.mark.usefixtures("segments")
+at_once = pytest.mark.usefixtures("deadlines")
 
 
 class LateEngine(MemoryEngine):
@@ -23,16 +25,16 @@ class LateEngine(MemoryEngine):
         replies = await super().call(method, payload)
         if method == "commit" and self.late:
             self.late = False
-            await asyncio.sleep(3600)
+            await hang()
         return replies
 
 
 def late_push() -> tuple[LateEngine, Trainer]:
     engine = LateEngine(WEIGHTS["start"])
-    trainer = Trainer(engine, timeout=1.0)
+    trainer = Trainer(engine)
     trainer.push("a")
     engine.late = True
-    with pytest.raises(EngineTimeout, match="memory did not answer commit within 1 s") as caught:
+    with pytest.raises(EngineTimeout, match="memory did not answer commit within 60 s") as caught:
         trainer.push("b")
     assert caught.value.engines[0].serving == "unknown"
     with pytest.raises(EngineDirty, match="it is not known which weights are in place"):
@@ -40,6 +42,7 @@ def late_push() -> tuple[LateEngine, Trainer]:
     return engine, trainer
 
 
+@at_once
 def test_a_commit_that_works_after_its_deadline_is_recognised() -> None:
     engine, trainer = late_push()
     assert [(state.serving, state.version) for state in trainer.sync.status()] == [("old", "b")]
@@ -48,12 +51,14 @@ def test_a_commit_that_works_after_its_deadline_is_recognised() -> None:
     assert serves(engine) == ("c", "c")
 
 
+@at_once
 def test_a_push_may_follow_a_late_commit_at_once() -> None:
     engine, trainer = late_push()
     trainer.push("c")
     assert serves(engine) == ("c", "c")
 
 
+@at_once
 def test_a_late_version_may_be_pushed_again_with_its_own_bytes_only() -> None:
     engine, trainer = late_push()
     with pytest.raises(VersionConflict, match="served before, with other bytes"):
@@ -72,7 +77,7 @@ class OvertakenEngine(MemoryEngine):
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         if method == "commit" and self.waits:
             self.waits, self.overtaken = False, payload
-            await asyncio.sleep(3600)
+            await hang()
         return await super().call(method, payload)
 
     def catch(self) -> None:
@@ -80,10 +85,11 @@ class OvertakenEngine(MemoryEngine):
             receiver.handle("commit", self.overtaken or b"")
 
 
+@at_once
 def test_a_commit_that_was_overtaken_finds_nothing_to_commit() -> None:
     """Invariant 1: it must not land while the engine generates again."""
     engine = OvertakenEngine(WEIGHTS["start"])
-    trainer = Trainer(engine, timeout=1.0)
+    trainer = Trainer(engine)
     trainer.push("a")
     engine.waits = True
     with pytest.raises(EngineTimeout):

@@ -147,6 +147,15 @@ def test_a_cast_rounds_as_pytorch_does() -> None:
     assert receipt.nbytes == sum(tensor.nbytes for tensor in source.values()) // 2
 
 
+def test_a_source_that_changes_its_dtypes_is_planned_again() -> None:
+    source, engine = checkpoint(1, dtype=torch.float32), MemoryEngine(checkpoint(0))
+    with WeightSync(source, [engine], cast=True) as sync:
+        for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+            source.update(checkpoint(step, dtype=dtype))
+            sync.push(f"v{step}")
+            assert is_fresh(engine, {name: tensor.bfloat16() for name, tensor in source.items()})
+
+
 def test_engines_that_store_different_dtypes_cannot_share_a_push() -> None:
     engines = [MemoryEngine(checkpoint(0, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
     with (

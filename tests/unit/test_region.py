@@ -97,7 +97,7 @@ def test_what_is_called_a_box_has_its_elements(data: st.DataObject) -> None:
     assert sorted(grid[tuple(slice(low, high) for low, high in box)].reshape(-1)) == sorted(elements(region))  # type: ignore[union-attr]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.data())
 def test_disjoint_and_covered(data: st.DataObject) -> None:
     shape = data.draw(shapes)

@@ -132,7 +132,7 @@ STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=5))
 def test_any_way_to_a_parameter(steps: list[str]) -> None:
     """Whatever a loader does on the way: right routes, or none."""

@@ -1,0 +1,30 @@
+"""Engines that never answer, without the waiting: a deadline passes as soon as an engine hangs. What happens then is real."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from instep.engine import fleet, memory
+
+_timeouts: dict[Any, asyncio.Timeout] = {}
+
+
+def timeout(seconds: float) -> asyncio.Timeout:
+    """Stands in for `asyncio.timeout`, and remembers the innermost of each task."""
+    _timeouts[asyncio.current_task()] = asyncio.timeout(seconds)
+    return _timeouts[asyncio.current_task()]
+
+
+async def hang() -> None:
+    """Ends with the deadline of the caller."""
+    _timeouts[asyncio.current_task()].reschedule(asyncio.get_running_loop().time())
+    await asyncio.Event().wait()
+
+
+def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "asyncio", SimpleNamespace(timeout=timeout, gather=asyncio.gather, sleep=asyncio.sleep))
+    monkeypatch.setattr(memory, "asyncio", SimpleNamespace(Event=lambda: SimpleNamespace(wait=hang)))
