@@ -93,12 +93,17 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes."""
+    """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes.
+
+    Where memory is shared in several allocations, `handle_of` says in which of `handles` a tensor lies.
+    """
 
     transport: str
     address: str
     nbytes: int
     offsets: dict[str, int]
+    handles: list[bytes] = []
+    handle_of: dict[str, int] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -143,6 +148,8 @@ class Identity(msgspec.Struct, frozen=True):
     rank: int
     world_size: int
     device: str
+    host: str
+    """Equal for processes that may share memory."""
     pid: int
     plan_signature: str | None
     prepared: str | None
@@ -179,7 +186,10 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     reload: dict[str, str]
     """Layers that went through the engine's reload session, and why."""
     read_back: int
-    """Tensors whose digest was taken from the engine's own storage after the copy, not only on arrival."""
+    """Tensors that were proved in the commit itself, by comparing live storage or by digests taken while they were pulled."""
+    wholes: dict[str, int] = {}
+    parts: dict[str, int] = {}
+    """Sums taken while pulling (see `digest.py`): of whole tensors, and of what this worker's routes read of a tensor."""
 
 
 T = TypeVar("T")

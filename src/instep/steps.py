@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,13 +12,14 @@ import torch
 from instep.config import Config
 from instep.digest import total
 from instep.engine.fleet import Fleet, Member
-from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, VersionConflict
+from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, TransportError, VersionConflict
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
 from instep.source import Source
 from instep.telemetry import Event, Sink
-from instep.transport import Transport
+from instep.transport import Published
+from instep.transport.auto import AutoTransport
 
 
 @dataclass
@@ -28,14 +29,21 @@ class Session:
     config: Config
     source: Source
     fleet: Fleet
-    transport: Transport
+    transport: AutoTransport
     sinks: Sequence[Sink]
     history: list[str] = field(default_factory=list)
     current: Manifest | None = None
     """The version that at least one engine serves, still published."""
-    non_finite: tuple[str, ...] = ()
+    published: Published | None = None
     expected: list[float] | None = None
     """What the trainer's forward said of the canary when the current version was published."""
+    stamp: Hashable = None
+    """The source's, when the current version was published."""
+
+    def to_be_had(self) -> Manifest | None:
+        """The current version, if its bytes are still to be had: those in the trainer's own memory are gone when it steps."""
+        live = self.current is not None and self.current.location.transport == "ipc"
+        return None if live and self.source.stamp() != self.stamp else self.current
 
 
 class Push:
@@ -45,7 +53,8 @@ class Push:
         self.session = session
         self.version = version
         self.seconds: dict[str, float] = {}
-        self.non_finite, self.expected = session.non_finite, session.expected  # of the current version, until another is published
+        # Of the current version, until another is published.
+        self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
         self.started = time.perf_counter()
 
     def describe(self) -> list[TensorMeta]:
@@ -70,6 +79,7 @@ class Push:
         with self.phase("connect"):
             fleet = self.session.fleet
             await fleet.each(fleet.members, Member.hello)
+        self.session.transport.consider([worker for member in fleet.members for worker in member.workers])
         return self._remaining(fleet.members)
 
     async def plan(self, members: Sequence[Member], tensors: list[TensorMeta]) -> list[TensorMeta]:
@@ -92,7 +102,7 @@ class Push:
         with self.phase("publish"):
             self._free_left_versions()
             before = session.source.stamp()
-            published = session.transport.publish(tensors, self._counted(tensors))
+            self.published = session.transport.publish(tensors, self._counted(tensors))
             if session.source.stamp() != before:
                 raise SourceError(
                     "the trainer changed its weights while they were copied; no engine was touched",
@@ -100,34 +110,55 @@ class Push:
                 )
         with self.phase("canary"):
             self.expected = session.source.score(list(session.config.canary)) if session.config.canary else None
-        self.non_finite = published.non_finite
-        return Manifest(self.version, base, tensors, published.digests, published.location)
+        self.stamp = before
+        return Manifest(self.version, base, tensors, self.published.digests, self.published.location)
 
-    async def prepare(self, members: Sequence[Member], manifest: Manifest) -> list[Member]:
-        """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all."""
+    async def prepare(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[Member], Manifest]:
+        """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all.
+
+        Where an engine cannot open what was published on a GPU, it is published in shared memory instead: hence the manifest.
+        """
         members = [member for member in members if member.failure is None]
+        failure = await self._prepare(members, manifest)
+        if isinstance(failure, TransportError) and manifest.location.transport == "ipc":
+            self.session.transport.give_up(failure)
+            manifest = self.publish(manifest.tensors, manifest.base)
+            failure = await self._prepare(members, manifest)
+        if failure is not None:
+            raise failure
+        return [member for member in members if member.failure is None], manifest
+
+    async def _prepare(self, members: Sequence[Member], manifest: Manifest) -> InstepError | None:
         with self.phase("prepare"):
             await self.session.fleet.each(members, lambda member: member.prepare(manifest))
         try:
-            return self._remaining(members)
-        except InstepError:
+            self._remaining(members)
+        except InstepError as error:
             failures = [(member, member.failure) for member in members]
             await self.session.fleet.each([member for member, failure in failures if failure is None], Member.abort)
             for member, failure in failures:
                 member.failure = failure
-            raise
+            return error
+        return None
 
     async def commit(self, members: Sequence[Member], manifest: Manifest) -> dict[str, EngineReceipt]:
         """Each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards."""
         session = self.session
         with self.phase("commit"):
-            done = await session.fleet.each(members, lambda member: member.commit(manifest, session.config.caches))
+            done = await session.fleet.each(members, lambda member: member.commit(manifest, session.config.caches, self.digests))
         if done:
-            session.current, session.non_finite, session.expected = manifest, self.non_finite, self.expected
+            session.current, session.published = manifest, self.published
+            session.stamp, session.expected = self.stamp, self.expected
             if self.version not in session.history:
                 session.history.append(self.version)
         self._remaining(members)
         return done
+
+    def digests(self) -> dict[str, int]:
+        """Of what was published. On a GPU they are taken while the engines prepare and pull."""
+        assert self.published is not None
+        self.published = self.session.transport.finish(self.published)
+        return self.published.digests
 
     async def receipt(self, done: dict[str, EngineReceipt], manifest: Manifest) -> Receipt:
         """Asks the engines for the canary, and says what was done."""
@@ -140,10 +171,10 @@ class Push:
             nbytes=sum(meta.nbytes for meta in sent),
             tensors=len(sent),
             seconds=self.seconds,
-            digest=total(manifest.digests),
+            digest=total(self.digests()),
             engines=tuple(done[member.name] for member in session.fleet.members if member.name in done and not member.failure),
             canary_gap=gap,
-            non_finite=self.non_finite,
+            non_finite=self.published.non_finite if self.published else (),
             failed=tuple(member.state() for member in session.fleet.members if member.failure),
         )
         self.tell(Event("done", self.version, receipt=receipt))

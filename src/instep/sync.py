@@ -19,7 +19,7 @@ from instep.receipt import Receipt
 from instep.source import open_source
 from instep.steps import Push, Session
 from instep.telemetry import Event, Sink, log
-from instep.transport.shm import ShmTransport
+from instep.transport.auto import AutoTransport
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class WeightSync:
         if len({id(engine) for engine in engines}) < len(engines):
             raise ConfigError("an engine is listed twice")
         fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout)
-        self._session = Session(config, open_source(source), fleet, ShmTransport(), (log, *sinks))
+        self._session = Session(config, open_source(source), fleet, AutoTransport(), (log, *sinks))
         self._busy = threading.Lock()  # a push is running
         self._asking = threading.Lock()  # somebody talks to the engines
 
@@ -80,7 +80,7 @@ class WeightSync:
             members = await push.connect()
             tensors = await push.plan(members, tensors)
             manifest = push.publish(tensors, base)  # from here on the trainer may change its weights
-            ready = await push.prepare(members, manifest)
+            ready, manifest = await push.prepare(members, manifest)
             done = await push.commit(ready, manifest)
             return await push.receipt(done, manifest)
 
@@ -96,13 +96,14 @@ class WeightSync:
         """`catch_up` for asyncio."""
         if engine is not None:
             self._session.fleet.replace_lost(connect(engine))
-        if self._session.current is None:
+        current = self._session.to_be_had()
+        if current is None:
             raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
-        manifest = structs.replace(self._session.current, base=None)  # an engine that is behind need not serve its base
+        manifest = structs.replace(current, base=None)  # an engine that is behind need not serve its base
         async with self._exclusive(manifest.version) as push:
             behind = [member for member in await push.connect() if member.behind(manifest.version)]
             await push.plan(behind, manifest.tensors)
-            ready = await push.prepare(behind, manifest)
+            ready, manifest = await push.prepare(behind, manifest)
             done = await push.commit(ready, manifest)
             return await push.receipt(done, manifest)
 

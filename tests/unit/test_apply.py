@@ -15,6 +15,7 @@ from toys import Checkpoint, ToyHost, bits, described
 
 from instep.errors import DigestMismatch
 from instep.receiver.apply import Applier
+from instep.receiver.arrival import Seen
 from instep.receiver.trace import trace
 
 
@@ -50,8 +51,9 @@ def start(host: ToyHost, tensors: Checkpoint) -> Applier:
 
 def push(applier: Applier, tensors: Checkpoint) -> None:
     with torch.no_grad():
-        applier.apply(tensors)
-        applier.read_back(tensors)
+        arrival = Seen(tensors)
+        applier.apply(arrival)
+        arrival.prove(applier)
 
 
 def holds(host: ToyHost, tensors: Checkpoint) -> bool:
@@ -67,7 +69,7 @@ def test_plain_layers_are_promoted_by_a_push_that_changes_them() -> None:
     push(applier, weights(2))
     assert holds(host, weights(2))
     assert host.sessions == sessions  # copied straight
-    assert applier.read_back(weights(2)) == 2
+    assert Seen(weights(2)).prove(applier).tensors == 2
 
 
 def test_unchanged_weights_prove_nothing() -> None:
@@ -272,7 +274,7 @@ def test_bits_are_compared_not_numbers(value: float) -> None:
     other = special | {"a.weight": special["a.weight"].clone()}
     other["a.weight"][0, 0] = 0.0
     with pytest.raises(DigestMismatch, match=r"a\.weight does not hold the bytes of a\.weight") as caught:
-        applier.read_back(other)
+        Seen(other).prove(applier)
     assert caught.value.tensor == "a.weight"
 
 
@@ -282,4 +284,4 @@ def test_a_write_beside_the_push_is_seen_when_it_is_read_back() -> None:
     push(applier, weights(1))
     host.model.b.weight[1] += 1e-3
     with pytest.raises(DigestMismatch, match=r"b\.weight"):
-        applier.read_back(weights(1))
+        Seen(weights(1)).prove(applier)

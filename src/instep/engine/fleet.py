@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from instep.engine import CachePolicy, Engine
-from instep.errors import EngineLost, EngineState, EngineTimeout, InstepError, Serving, SyncError, VersionConflict, by_name
-from instep.plan.routes import Plan, prove
+from instep.errors import DigestMismatch, EngineLost, EngineState, EngineTimeout, InstepError, Serving, SyncError, VersionConflict, by_name
+from instep.plan.routes import Plan, check_sums, prove
 from instep.protocol import (
     CommitRequest,
     Identity,
@@ -57,6 +57,7 @@ class Member:
     plan: Plan | None = None
     holding: set[str] = field(default_factory=set)
     """Publications that its workers may still read."""
+    workers: list[Identity] = field(default_factory=list)
     failure: InstepError | None = None
     phase: str | None = None
 
@@ -143,6 +144,7 @@ class Member:
         if self.plan and any(identity.plan_signature != self.plan.signature for identity in found):
             self.plan = None
         self.holding = {address for identity in found for address in identity.holding}
+        self.workers = found
         return found
 
     async def condemn(self, reason: str) -> None:
@@ -165,8 +167,9 @@ class Member:
 
     async def prepare(self, manifest: Manifest) -> None:
         self.holding.add(manifest.location.address)
-        await self.call("prepare", type(None), PrepareRequest(manifest, self.plan.signature if self.plan else "", lease=4 * self.timeout))
-        await self.bounded("prepare", self._arrived())
+        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", lease=4 * self.timeout)
+        if not all(await self.call("prepare", bool, request)):
+            await self.bounded("prepare", self._arrived())
 
     async def _arrived(self) -> None:
         """The workers look through the bytes in threads of their own, so that generation goes on meanwhile."""
@@ -177,7 +180,7 @@ class Member:
         await self.call("abort", type(None))
         self.holding.clear()
 
-    async def commit(self, manifest: Manifest, caches: CachePolicy) -> EngineReceipt:
+    async def commit(self, manifest: Manifest, caches: CachePolicy, digests: Callable[[], dict[str, int]]) -> EngineReceipt:
         """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses to generate."""
         started = time.perf_counter()
         self.attempted.add(manifest.version)
@@ -185,6 +188,7 @@ class Member:
         try:
             await self.bounded("pause", self.engine.pause(caches))
             receipts = await self.call("commit", WorkerReceipt, CommitRequest(manifest.version))
+            self._check_sums(manifest, receipts, digests)
             self.serving, self.pushed = "new", manifest.version
             self.holding.clear()
             await self.bounded("label", self.engine.label(manifest.version))
@@ -204,6 +208,16 @@ class Member:
             slowest.reload,
             min(receipt.read_back for receipt in receipts),
         )
+
+    def _check_sums(self, manifest: Manifest, receipts: Sequence[WorkerReceipt], digests: Callable[[], dict[str, int]]) -> None:
+        """What workers summed up while they pulled it."""
+        if not any(receipt.wholes or receipt.parts for receipt in receipts):
+            return
+        try:
+            check_sums(self.name, self.plan.workers if self.plan else (), manifest.tensors, digests(), receipts)
+        except DigestMismatch:
+            self.serving = "dirty"
+            raise
 
     async def _after_failed_commit(self, manifest: Manifest, error: InstepError) -> None:
         """An engine that still serves the old version goes on; one that may not be whole must not generate."""

@@ -100,7 +100,7 @@ class VllmHost:
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         config = self.worker.vllm_config
-        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device(self.device):
+        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
             yield
 
 

@@ -118,3 +118,21 @@ def covered(regions: Sequence[Region], shape: Sequence[int]) -> int:
     if disjoint(distinct, shape) and not any(map(_may_repeat, distinct)):
         return sum(region.numel for region in distinct)
     return len(np.unique(np.concatenate([indices(region) for region in distinct])))
+
+
+def rows_of(source: Region, target: Region) -> tuple[int, int, int, int] | None:
+    """A copy between two regions of one shape as (rows, elements of a row, source stride, target stride) with both rows contiguous,
+    or None where it takes more than one constant stride."""
+    axes: list[list[int]] = []  # size, source stride, target stride; outermost first
+    for size, step, other in zip(source.shape, source.stride, target.stride, strict=True):
+        if size == 1:
+            continue
+        if axes and axes[-1][1] == size * step and axes[-1][2] == size * other:
+            axes[-1] = [axes[-1][0] * size, step, other]
+        else:
+            axes.append([size, step, other])
+    axes = axes or [[1, 1, 1]]
+    if axes[-1][1:] != [1, 1] or len(axes) > 2:
+        return None
+    row = axes[-1][0]
+    return (1, row, row, row) if len(axes) == 1 else (axes[0][0], row, axes[0][1], axes[0][2])

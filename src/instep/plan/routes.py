@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from instep.errors import PlanError
+from instep.digest import MASK, seed_of
+from instep.errors import DigestMismatch, PlanError
 from instep.plan.region import covered, disjoint, extent
-from instep.protocol import ITEM_BYTES, ParamMeta, Region, Route, TensorMeta, WorkerPlan, encode
+from instep.protocol import ITEM_BYTES, ParamMeta, Region, Route, TensorMeta, WorkerPlan, WorkerReceipt, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +140,30 @@ def _casts(tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dic
             if route.tensor is not None and (dtype := stored[route.param]) != tensors[route.tensor].dtype:
                 casts[tensors[route.tensor].alias_of or route.tensor] = dtype
     return casts
+
+
+def check_sums(
+    engine: str, workers: Sequence[WorkerPlan], tensors: Sequence[TensorMeta], digests: Mapping[str, int], receipts: Sequence[WorkerReceipt]
+) -> None:
+    """Compares what workers summed up with the trainer's digests: whole tensors one by one, parts added up, each part once.
+
+    Raises `DigestMismatch` naming the first tensor that differs. A tensor of which some part was not pulled as a part is proved by the
+    worker that pulled it whole.
+    """
+    metas = {meta.name: meta for meta in tensors}
+    for receipt in receipts:
+        for name, total in receipt.wholes.items():
+            if (seed_of(metas[name]) + total) & MASK != digests[name]:
+                raise DigestMismatch(f"{engine} rank {receipt.rank}: {name} was not pulled as the trainer has it", tensor=name)
+    for name in dict.fromkeys(name for receipt in receipts for name in receipt.parts):
+        held: dict[tuple[Region, ...], int] = {}
+        for worker, receipt in zip(workers, receipts, strict=True):
+            if name not in receipt.parts:
+                continue
+            regions = tuple(dict.fromkeys(route.source for route in worker.routes if route.tensor == name and route.source is not None))
+            if held.setdefault(regions, receipt.parts[name]) != receipt.parts[name]:
+                raise DigestMismatch(f"{engine}: two workers hold the same part of {name} with different bytes", tensor=name)
+        if covered([region for regions in held for region in regions], metas[name].shape) < metas[name].numel:
+            continue
+        if (seed_of(metas[name]) + sum(held.values())) & MASK != digests[name]:
+            raise DigestMismatch(f"{engine}: the parts of {name} that its workers pulled are not the trainer's", tensor=name)

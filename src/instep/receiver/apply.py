@@ -9,13 +9,13 @@ derived from its weights that a plain copy would leave stale.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
+from typing import Protocol
 
 import torch
 
-from instep.errors import DigestMismatch
 from instep.protocol import Region, Route, WorkerPlan
 from instep.receiver import Host
 from instep.receiver.trace import layer_of
@@ -30,6 +30,14 @@ class Evidence:
 
     attributes: dict[str, dict[str, object]]
     stale: set[str]
+
+
+class Arrival(Protocol):
+    """A version's bytes during one commit (see `arrival.py`)."""
+
+    tensors: Tensors
+
+    def move(self, routes: Sequence[Route], live: Tensors) -> None: ...
 
 
 @dataclass
@@ -47,13 +55,11 @@ class Applier:
             self.routes[layer_of(route.param)].append(route)
         self.reload = {layer: self.plan.reload_only.get(layer, UNPROVED) for layer in self.routes.keys() | self.plan.reload_only.keys()}
 
-    def apply(self, tensors: Tensors) -> None:
+    def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
-        live = dict(_live(self.host.model))
-        for layer in self.direct:
-            for route in self.routes[layer]:
-                if route.tensor is not None and route.source is not None:
-                    view(live[route.param], route.target).copy_(view(tensors[route.tensor], route.source))
+        tensors = arrival.tensors
+        if self.direct:
+            arrival.move(self.direct_routes(), dict(live_tensors(self.host.model)))
         if not self.reload:
             return
         evidence = self._evidence(tensors) if UNPROVED in self.reload.values() else None
@@ -62,16 +68,9 @@ class Applier:
         if evidence is not None:
             self._promote(evidence, tensors)
 
-    def read_back(self, tensors: Tensors) -> int:
-        """How many tensors the direct layers hold, bit for bit. Raises `DigestMismatch` naming the first that differs."""
-        live = dict(_live(self.host.model))
-        names = set()
-        for layer in self.direct:
-            for route in self.routes[layer]:
-                if route.tensor is not None and not holds(live[route.param], route, tensors):
-                    raise DigestMismatch(f"{route.param} does not hold the bytes of {route.tensor} after the copy", tensor=route.tensor)
-                names.add(route.tensor)
-        return len(names - {None})
+    def direct_routes(self) -> list[Route]:
+        """What direct layers read, constants left out: they were filled in by the first load."""
+        return [route for layer in sorted(self.direct) for route in self.routes[layer] if route.tensor is not None]
 
     def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that layers on reload read, in the order of the plan; all of them where a layer's reads are not known."""
@@ -82,13 +81,13 @@ class Applier:
         yield from ((name, tensors[name]) for name in names if name is not None)
 
     def _evidence(self, tensors: Tensors) -> Evidence:
-        live = dict(_live(self.host.model))
+        live = dict(live_tensors(self.host.model))
         stale = {layer for layer, reason in self.reload.items() if reason == UNPROVED and self._difference(layer, live, tensors)}
         return Evidence({name: attributes(module) for name, module in self.host.model.named_modules(remove_duplicate=False)}, stale)
 
     def _promote(self, before: Evidence, tensors: Tensors) -> None:
         """Decides about layers whose weights this commit changed; the others say nothing of what follows from their weights."""
-        live = dict(_live(self.host.model))
+        live = dict(live_tensors(self.host.model))
         for name, module in self.host.model.named_modules(remove_duplicate=False):
             changed = changes(before.attributes[name], attributes(module))
             if changed and self.reload.get(name, UNPROVED) == UNPROVED:
@@ -133,7 +132,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
 
 
-def _live(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         yield name, param.detach()
     yield from model.named_buffers(remove_duplicate=False)
@@ -164,7 +163,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
     dense = tensor.detach().permute(order)
     flat = dense.view(-1) if dense.is_contiguous() else dense.reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].clone()
+    return flat[:: max(1, flat.numel() // SAMPLE)].cpu().clone()
 
 
 SAMPLE = 4096

@@ -43,8 +43,9 @@ from instep.protocol import (
 )
 from instep.receiver import Host
 from instep.receiver.apply import Applier
+from instep.receiver.arrival import arrive
 from instep.receiver.trace import trace
-from instep.transport import Reader, open_location
+from instep.transport import Reader, host, open_location
 
 
 class _Prepared(msgspec.Struct):
@@ -108,6 +109,7 @@ class Receiver:
             rank=self.host.rank,
             world_size=self.host.world_size,
             device=self.host.device,
+            host=host(),
             pid=os.getpid(),
             plan_signature=self.signature,
             prepared=prepared.manifest.version if prepared else None,
@@ -126,8 +128,11 @@ class Receiver:
         self.expected = {meta.name: (meta.shape, meta.alias_of) for meta in wanted.tensors}
         return plan
 
-    def prepare(self, request: Request) -> None:
-        """Opens the version and begins to prove its bytes, beside the engine's steps. What the engine serves does not change."""
+    def prepare(self, request: Request) -> bool:
+        """Opens the version and begins to prove its bytes, beside the engine's steps. What the engine serves does not change.
+
+        True where nothing is left to be proved before the commit.
+        """
         wanted = decode(request.body, PrepareRequest)
         manifest = wanted.manifest
         self._respect_lease(request)
@@ -143,8 +148,9 @@ class Receiver:
             raise PlanError("the manifest's tensors are not those of the plan. Push again")
         self._drop()
         reader = self.open_reader(manifest)
-        arrival = self.checker.submit(check_arrival, manifest, reader)
+        arrival = self.checker.submit(check_arrival, manifest, reader) if reader.arrived else _nothing_to_check()
         self.prepared = _Prepared(manifest, request.session, reader, time.monotonic() + wanted.lease, arrival)
+        return arrival.done()
 
     def ready(self, request: Request) -> bool:
         """Whether the bytes that were opened have been proved. Raises what the proof raised, and forgets them then."""
@@ -165,20 +171,20 @@ class Receiver:
         if prepared is None or applier is None or prepared.manifest.version != wanted.version or prepared.session != request.session:
             raise VersionConflict(f"version {wanted.version!r} is not prepared here")
         manifest, reader, arrived = prepared.manifest, prepared.reader, prepared.arrival.result()
-        tensors = {meta.name: reader.tensor(meta) for meta in manifest.tensors}
+        arrival = arrive(manifest, reader)
         started = time.perf_counter()
         self.state = "dirty"
         try:
             with torch.no_grad():
-                applier.apply(tensors)
+                applier.apply(arrival)
                 applied = time.perf_counter()
-                count = applier.read_back(tensors)
+                proof = arrival.prove(applier)
         except InstepError:
             raise
         except Exception as error:
             raise ApplyError(f"the engine's loader failed: {type(error).__name__}: {error}") from error
         finally:
-            tensors.clear()
+            arrival.forget()
             released = self._drop()
         if not released:
             raise ApplyError("the engine's loader kept views of the published bytes, which the next version will overwrite")
@@ -191,7 +197,9 @@ class Receiver:
             seconds={"arrive": arrived, "apply": applied - started, "read_back": done - applied},
             direct=sorted(applier.direct),
             reload=dict(sorted(applier.reload.items())),
-            read_back=count,
+            read_back=proof.tensors,
+            wholes=proof.wholes,
+            parts=proof.parts,
         )
 
     def abort(self, request: Request) -> None:
@@ -214,6 +222,13 @@ class Receiver:
             return True
         gc.collect()  # an exception's frames and modules' cycles may hold views for a while
         return prepared.reader.close()
+
+
+def _nothing_to_check() -> Future[float]:
+    """Bytes that are pulled in the commit are proved there."""
+    done: Future[float] = Future()
+    done.set_result(0.0)
+    return done
 
 
 def check_arrival(manifest: Manifest, reader: Reader) -> float:

@@ -1,0 +1,15 @@
+"""Tests that need a CUDA GPU. Elsewhere they are skipped, and say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; bench/gpu_session.sh runs these where there is one"))
