@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from instep.protocol import TensorMeta
+from instep.receiver import NeverRebuilds
 
 Checkpoint = dict[str, torch.Tensor]
 
@@ -46,7 +47,7 @@ def differing(expected: nn.Module, found: nn.Module) -> list[str]:
     return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(have[name]))]
 
 
-class ToyHost:
+class ToyHost(NeverRebuilds):
     """A worker of one rank. `fill(model, name, tensor)` loads one checkpoint tensor, `finish(model)` ends a reload session."""
 
     rank, world_size, device = 0, 1, "cpu"

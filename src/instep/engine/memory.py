@@ -27,6 +27,7 @@ from instep.digest import MASK, as_bytes, mix, partial
 from instep.engine import CachePolicy
 from instep.errors import EngineDirty, EngineLost
 from instep.protocol import Manifest, Method
+from instep.receiver import NeverRebuilds
 from instep.receiver.state import Receiver
 from instep.transport import open_location
 
@@ -151,7 +152,7 @@ class Place:
     axis: int | None
 
 
-class MemoryHost:
+class MemoryHost(NeverRebuilds):
     """One worker: a module laid out as engines lay it out, and a loader that takes checkpoint names."""
 
     def __init__(self, checkpoint: Mapping[str, torch.Tensor], rank: int, tp: int) -> None:

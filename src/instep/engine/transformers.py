@@ -19,6 +19,7 @@ from torch import nn
 from instep.engine import CachePolicy
 from instep.errors import EngineDirty
 from instep.protocol import Method
+from instep.receiver import NeverRebuilds
 from instep.receiver.apply import view
 from instep.receiver.state import Receiver
 from instep.source.layout import Saved, layout
@@ -107,7 +108,7 @@ class TransformersEngine:
         self.refusal = reason
 
 
-class ModelHost:
+class ModelHost(NeverRebuilds):
     """The model as a receiver's worker: its loader takes the names that `save_pretrained` writes."""
 
     rank, world_size = 0, 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from instep.receiver import Fill
 from instep.receiver.state import Receiver
 
 
@@ -56,7 +57,7 @@ class VllmHost:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
-        with _registered_tensors_put_back(self.model):
+        with _registered_tensors_put_back(self.model.modules()):
             for layer in self.model.modules():
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
                 unwrap_loaders(layer)
@@ -70,7 +71,7 @@ class VllmHost:
         model = self.model
         with ExitStack() as stack:
             stack.enter_context(self._context())
-            on_failure = stack.enter_context(_registered_tensors_put_back(model))
+            on_failure = stack.enter_context(_registered_tensors_put_back(model.modules()))
             if self.device == "cpu":
                 forget_expert_kernels(model)
             initialize_layerwise_reload(model)
@@ -92,6 +93,47 @@ class VllmHost:
             return 0, None
         rows = layer.num_embeddings_per_partition - shard.num_org_elements - shard.num_added_elements
         return rows * layer.embedding_dim, "padded vocabulary rows have no weights" if rows else None
+
+    def rebuilds(self, layer: str) -> bool:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+        return isinstance(
+            getattr(self.model.get_submodule(layer), "quant_method", None), UnquantizedLinearMethod | UnquantizedEmbeddingMethod
+        )
+
+    def rebuild(self, layer: str, fill: Fill) -> None:
+        """What vLLM's reload does to a layer when its last tensor has arrived, without the loaders: they take twice as long as the work."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+
+        module: Any = self.model.get_submodule(layer)
+        info = get_layerwise_info(module)
+        live = dict(module._parameters)
+        with self._context(), _registered_tensors_put_back([module]):
+            restore_layer_on_meta(module, info)
+            materialize_layer(module, info)
+            fill(dict(module.named_parameters(recurse=False)))
+            module.quant_method.process_weights_after_loading(module)
+            for name, param in live.items():
+                if param is not None and param is not module._parameters[name]:
+                    param.data.copy_(module._parameters[name])
+
+    def computes(self, layer: str) -> torch.Tensor:
+        module: Any = self.model.get_submodule(layer)
+        width = (
+            module.embedding_dim
+            if hasattr(module, "embedding_dim")
+            else getattr(module, "input_size_per_partition", None) or module.input_size
+        )
+        dtype = self.worker.vllm_config.model_config.dtype
+        probe = torch.linspace(-1, 1, 3 * width, dtype=torch.float32, device=self.device).to(dtype).view(3, width)
+        with self._context():
+            made: torch.Tensor = module.quant_method.apply(module, probe)
+        return made
+
+    def refresh(self) -> None:
+        refresh_tied(self.model)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -149,10 +191,10 @@ def refresh_tied(model: torch.nn.Module) -> None:
 
 
 class _registered_tensors_put_back:
-    """Puts a model's parameters and buffers back as they were, the same objects in the same registries."""
+    """Puts the modules' parameters and buffers back as they were, the same objects in the same registries."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.saved = [(m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.saved = [(m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
 
     def forget(self) -> None:
         self.saved = []

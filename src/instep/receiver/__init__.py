@@ -9,11 +9,14 @@ An engine joins by giving its worker a `Host`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+
+Fill = Callable[[Mapping[str, torch.Tensor]], None]
+"""Writes a layer's parameters, given by their names within the layer."""
 
 
 class Host(Protocol):
@@ -39,3 +42,31 @@ class Host(Protocol):
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
         """How many elements of this parameter a loader need not write, and why; (0, None) where it must write all."""
+
+    def rebuilds(self, layer: str) -> bool:
+        """Whether `rebuild` makes all that the engine derives from this layer's weights."""
+
+    def rebuild(self, layer: str, fill: Fill) -> None:
+        """Lays out the layer's parameters as its loader would, has them filled, and derives from them what the engine keeps."""
+
+    def computes(self, layer: str) -> torch.Tensor:
+        """What the layer makes of a fixed input: equal for equal weights and equal derived state."""
+
+    def refresh(self) -> None:
+        """To be called after the last `rebuild`: layers tied to a rebuilt one follow."""
+
+
+class NeverRebuilds:
+    """The part of a `Host` that can only derive state in a reload session."""
+
+    def rebuilds(self, layer: str) -> bool:  # noqa: ARG002
+        return False
+
+    def rebuild(self, layer: str, fill: Fill) -> None:
+        raise NotImplementedError
+
+    def computes(self, layer: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        raise NotImplementedError

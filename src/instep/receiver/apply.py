@@ -22,6 +22,7 @@ from instep.receiver.trace import layer_of
 
 Tensors = Mapping[str, torch.Tensor]
 UNPROVED = "not proved yet"
+DERIVED = " is derived from weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,12 @@ class Arrival(Protocol):
 
 @dataclass
 class Applier:
-    """The copies of one worker. `direct` holds the promoted layers, `reload` the others with the reason."""
+    """The copies of one worker. `direct` and `rebuild` hold the promoted layers, `reload` the others with the reason."""
 
     host: Host
     plan: WorkerPlan
     direct: set[str] = field(default_factory=set)
+    rebuild: set[str] = field(default_factory=set)
     reload: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,10 @@ class Applier:
         tensors = arrival.tensors
         if self.direct:
             arrival.move(self.direct_routes(), dict(live_tensors(self.host.model)))
+        for layer in self.rebuild:
+            self._rebuild(layer, tensors)
+        if self.rebuild:
+            self.host.refresh()
         if not self.reload:
             return
         evidence = self._evidence(tensors) if UNPROVED in self.reload.values() else None
@@ -67,6 +73,7 @@ class Applier:
             self.host.load(self._wanted(tensors))
         if evidence is not None:
             self._promote(evidence, tensors)
+            self._promote_rebuilt(tensors)
 
     def direct_routes(self) -> list[Route]:
         """What direct layers read, constants left out: they were filled in by the first load."""
@@ -93,7 +100,7 @@ class Applier:
             if changed and self.reload.get(name, UNPROVED) == UNPROVED:
                 # Also of a layer without routes, or one that is direct by now: it follows from some layer's weights, we cannot tell
                 # which. The session, which rebuilds it, runs on every commit.
-                self.reload[name] = f"{changed} is derived from weights"
+                self.reload[name] = f"{changed}{DERIVED}"
                 self.direct.discard(name)
         for layer in [layer for layer in before.stale if self.reload.get(layer) == UNPROVED]:
             if different := self._difference(layer, live, tensors):
@@ -101,6 +108,40 @@ class Applier:
             else:
                 self.direct.add(layer)
                 del self.reload[layer]
+
+    def _promote_rebuilt(self, tensors: Tensors) -> None:
+        """Layers from whose weights the engine derives something, if deriving it from copied regions gives the very same layer."""
+        candidates = [layer for layer, reason in self.reload.items() if reason.endswith(DERIVED) and self._rebuildable(layer)]
+        before = {layer: self.host.computes(layer) for layer in candidates}
+        for layer in candidates:
+            self._rebuild(layer, tensors)
+        if candidates:
+            self.host.refresh()
+        same = {layer for layer in candidates if torch.equal(before[layer], self.host.computes(layer))}
+        if len(same) < len(candidates):  # what the session has made is right, so it makes it again
+            for layer in set(candidates) - same:
+                self.reload[layer] = "it is not the same when it is rebuilt"
+            with self.host.reload():
+                self.host.load(self._wanted(tensors))
+        for layer in same:
+            self.rebuild.add(layer)
+            del self.reload[layer]
+
+    def _rebuildable(self, layer: str) -> bool:
+        """Whether routes alone fill the layer: no padding, no constants. One without routes is tied to another, which is rebuilt."""
+        params = [param for param in self.plan.params if param.layer == layer]
+        routed = sum(route.target.numel for route in self.routes[layer] if route.tensor is not None) if layer in self.routes else 0
+        needed = sum(Region(0, param.shape, ()).numel for param in params if param.spare == 0)
+        return self.host.rebuilds(layer) and routed == needed and not any(param.spare for param in params if layer in self.routes)
+
+    def _rebuild(self, layer: str, tensors: Tensors) -> None:
+        def fill(params: Tensors) -> None:
+            for route in self.routes[layer]:
+                if route.tensor is not None and route.source is not None:
+                    view(params[route.param.rpartition(".")[2]], route.target).copy_(view(tensors[route.tensor], route.source))
+
+        if layer in self.routes:
+            self.host.rebuild(layer, fill)
 
     def _difference(self, layer: str, live: Tensors, tensors: Tensors) -> str | None:
         """The first parameter of a layer that does not hold what its routes bring, or None."""
