@@ -13,11 +13,12 @@ elsewhere, add up to the digest of the whole: shards are compared without gather
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,8 +33,10 @@ MASK = (1 << 64) - 1
 
 CHUNK = 128 * BLOCK_BYTES  # 4 MiB: one job of a thread
 
+Result = TypeVar("Result")
 Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 def mix(z: Words) -> Words:
@@ -43,7 +46,7 @@ def mix(z: Words) -> Words:
     return z ^ (z >> np.uint64(31))
 
 
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def inner_weights() -> Words:
     return mix(np.arange(BLOCK_WORDS, dtype=np.uint64)) | np.uint64(1)
 
@@ -59,15 +62,7 @@ def seed_of(meta: TensorMeta) -> int:
 def partial(data: Bytes, seed: int, first_block: int = 0) -> int:
     """The sum over `data`, the bytes that start at block `first_block` of the tensor. Add partials and the seed for a digest."""
     blocks, rest = divmod(data.size, BLOCK_BYTES)
-    words = data[: blocks * BLOCK_BYTES].view(np.uint64).reshape(blocks, BLOCK_WORDS)
-    sums = np.empty(blocks, np.uint64)
-    scratch = _scratch()
-    for start in range(0, blocks, STRIP_BLOCKS):
-        strip = words[start : start + STRIP_BLOCKS]
-        folded = np.right_shift(strip, np.uint64(32), out=scratch[: len(strip)])
-        folded += strip
-        np.einsum("ij,j->i", folded, inner_weights(), out=sums[start : start + len(strip)])
-    total = int((sums * outer_weights(seed, first_block, blocks)).sum())
+    total = int((block_sums(data[: blocks * BLOCK_BYTES]) * outer_weights(seed, first_block, blocks)).sum())
     if rest:
         tail = np.zeros(BLOCK_BYTES, np.uint8)
         tail[:rest] = data[blocks * BLOCK_BYTES :]
@@ -97,15 +92,54 @@ def digest(tensor: torch.Tensor, meta: TensorMeta) -> int:
     return (seed + partial(as_bytes(tensor), seed)) & MASK
 
 
-def digests(items: Iterable[tuple[TensorMeta, Bytes]]) -> dict[str, int]:
-    """The digest of each tensor, given its bytes in C order, on all cores that this process may use."""
-    parts: dict[str, list[Future[int]]] = {}
-    seeds = {}
+def digests(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> dict[str, int]:
+    """The digests of tensors that lie in `data`, each from a multiple of BLOCK_BYTES on and followed by zeros up to the next one.
+
+    A pass over the blocks, whatever tensor they belong to, then a few operations on one number for each block.
+    """
+    sums = np.concatenate(_by_strips(block_sums, data) or [np.empty(0, np.uint64)])
+    counts = np.array([-(-meta.nbytes // BLOCK_BYTES) for meta in tensors], np.int64)
+    ends = np.cumsum(counts)
+    within = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
+    seeds = np.array([seed_of(meta) for meta in tensors], np.uint64)
+    first = np.array([offsets[meta.name] // BLOCK_BYTES for meta in tensors], np.int64)
+    outer = mix(within.astype(np.uint64) + np.repeat(seeds, counts)) | np.uint64(1)
+    running = np.concatenate([[np.uint64(0)], np.cumsum(sums[np.repeat(first, counts) + within] * outer, dtype=np.uint64)])
+    totals = running[ends] - running[ends - counts] + seeds
+    return dict(zip([meta.name for meta in tensors], totals.tolist(), strict=True))
+
+
+def non_finite(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> list[str]:
+    """Which of the tensors that lie in `data` as `digests` has them hold a NaN or an infinity."""
+    found = []
+    for dtype in {meta.dtype for meta in tensors} & _NON_FINITE.keys():
+        flags = np.concatenate(
+            _by_strips(functools.partial(_non_finite_rows, dtype=dtype, row_bytes=BLOCK_BYTES), data) or [np.empty(0, np.bool_)]
+        )
+        for meta in tensors:
+            first, count = offsets[meta.name] // BLOCK_BYTES, -(-meta.nbytes // BLOCK_BYTES)
+            if meta.dtype == dtype and flags[first : first + count].any():
+                found.append(meta.name)
+    return found
+
+
+def _by_strips(job: Callable[[Bytes], Result], data: Bytes) -> list[Result]:
+    """Runs a job on pieces of CHUNK bytes, on all cores that this process may use."""
     with ThreadPoolExecutor(max_workers=cores()) as pool:
-        for meta, data in items:
-            seeds[meta.name] = seed = seed_of(meta)
-            parts[meta.name] = [pool.submit(partial, data[at : at + CHUNK], seed, at // BLOCK_BYTES) for at in range(0, data.size, CHUNK)]
-        return {name: (seeds[name] + sum(job.result() for job in jobs)) & MASK for name, jobs in parts.items()}
+        return list(pool.map(job, [data[at : at + CHUNK] for at in range(0, data.size, CHUNK)]))
+
+
+def block_sums(data: Bytes) -> Words:
+    """The inner sum of each block of `data`, a whole number of blocks."""
+    words = data.view(np.uint64).reshape(-1, BLOCK_WORDS)
+    sums = np.empty(len(words), np.uint64)
+    scratch = _scratch()
+    for start in range(0, len(words), STRIP_BLOCKS):
+        strip = words[start : start + STRIP_BLOCKS]
+        folded = np.right_shift(strip, np.uint64(32), out=scratch[: len(strip)])
+        folded += strip
+        np.einsum("ij,j->i", folded, inner_weights(), out=sums[start : start + len(strip)])
+    return sums
 
 
 def cores() -> int:
@@ -126,15 +160,15 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def has_non_finite(data: Bytes, dtype: str) -> bool:
-    """Whether bytes of this dtype hold a NaN or an infinity (in float8_e4m3fn: a NaN).
+    """Whether bytes of this dtype hold a NaN or an infinity (in float8_e4m3fn: a NaN)."""
+    return bool(data.size) and dtype in _NON_FINITE and bool(_non_finite_rows(data, dtype, data.size).any())
 
-    Two maxima decide it, far faster than `isfinite`: read as signed integers the positive non-finite patterns are the largest
-    numbers, read as unsigned ones the negative patterns are.
-    """
-    bound = _NON_FINITE.get(dtype)
-    if bound is None or not data.size:
-        return False
-    size = ITEM_BYTES[dtype]
-    unsigned = data.view(_UNSIGNED[size])
+
+def _non_finite_rows(data: Bytes, dtype: str, row_bytes: int) -> Flags:
+    """The same for each row of bytes. Two maxima decide it, far faster than `isfinite`: read as signed integers the positive non-finite
+    patterns are the largest numbers, read as unsigned ones the negative patterns are."""
+    size, bound = ITEM_BYTES[dtype], _NON_FINITE[dtype]
+    unsigned = data.view(_UNSIGNED[size]).reshape(-1, row_bytes // size)
     sign = 1 << (8 * size - 1)
-    return int(unsigned.view(f"i{size}").max()) >= bound or int(unsigned.max()) >= bound + sign
+    flags: Flags = (unsigned.view(f"i{size}").max(axis=1) >= bound) | (unsigned.max(axis=1) >= bound + sign)
+    return flags

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.digest import BLOCK_BYTES, CHUNK, MASK, STRIP_BLOCKS, as_bytes, digest, digests, has_non_finite, partial, seed_of, total
+from instep.digest import BLOCK_BYTES, CHUNK, MASK, STRIP_BLOCKS, Bytes, as_bytes, digest, digests, has_non_finite, partial, seed_of, total
 from instep.protocol import ITEM_BYTES, TensorMeta
 
 
@@ -41,6 +41,11 @@ def meta_of(size: int, name: str = "model.w") -> TensorMeta:
     return TensorMeta(name, "uint8", (size,))
 
 
+def whole_blocks(data: Bytes) -> Bytes:
+    """The data, followed by zeros up to the next block."""
+    return np.concatenate([data, np.zeros(-data.size % BLOCK_BYTES, np.uint8)])
+
+
 SIZES = (0, 1, 7, 8, 9, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 3, STRIP_BLOCKS * BLOCK_BYTES + 5)
 
 
@@ -49,13 +54,13 @@ def test_equals_the_formula(size: int) -> None:
     data, meta = noise(size), meta_of(size)
     expected = formula(data.tobytes(), meta)
     assert digest(torch.from_numpy(data), meta) == expected
-    assert digests([(meta, data)]) == {meta.name: expected}
+    assert digests(whole_blocks(data), [meta], {meta.name: 0}) == {meta.name: expected}
 
 
 @pytest.mark.parametrize("size", [CHUNK, CHUNK + BLOCK_BYTES + 11, 2 * CHUNK + 1])
 def test_threads_share_a_large_tensor(size: int) -> None:
     data, meta = noise(size), meta_of(size)
-    assert digests([(meta, data)]) == {meta.name: digest(torch.from_numpy(data), meta)}
+    assert digests(whole_blocks(data), [meta], {meta.name: 0}) == {meta.name: digest(torch.from_numpy(data), meta)}
 
 
 @given(st.binary(max_size=300), st.text(max_size=20))

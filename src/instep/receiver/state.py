@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 
-from instep.digest import digests, total
+from instep.digest import total
 from instep.errors import ApplyError, ConfigError, DigestMismatch, InstepError, PlanError, TransportError, VersionConflict
 from instep.plan.routes import signature
 from instep.protocol import (
@@ -235,7 +235,7 @@ def check_arrival(manifest: Manifest, reader: Reader) -> float:
     """The seconds it took. Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published."""
     started = time.perf_counter()
     own = [meta for meta in manifest.tensors if not meta.alias_of]
-    for name, got in digests((meta, reader.data(meta)) for meta in own).items():
+    for name, got in reader.digests(own).items():
         if name not in manifest.digests:
             raise TransportError(f"the manifest has no digest for {name}", tensor=name)
         if got != manifest.digests[name]:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 
-from instep.digest import Bytes
 from instep.errors import TransportError
 from instep.protocol import Location, Manifest, TensorMeta
 
@@ -57,8 +56,8 @@ class Reader(Protocol):
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         """A read-only view of the published bytes: writing to it is a crash."""
 
-    def data(self, meta: TensorMeta) -> Bytes:
-        """The bytes of one tensor in C order."""
+    def digests(self, tensors: list[TensorMeta]) -> dict[str, int]:
+        """Of bytes that have arrived."""
 
     def close(self) -> bool:
         """No view may be used afterwards. False while somebody still has one: then it can be called again."""

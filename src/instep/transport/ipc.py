@@ -11,7 +11,7 @@ from collections.abc import Iterable, Set
 
 import torch
 
-from instep.digest import MASK, Bytes, as_bytes, seed_of
+from instep.digest import MASK, seed_of
 from instep.digest_cuda import Run, Table
 from instep.errors import SourceError, TransportError
 from instep.protocol import Location, Manifest, TensorMeta
@@ -147,8 +147,8 @@ class IpcReader:
             self.sums[meta.name] = table.result()[0][0]
         return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
-    def data(self, meta: TensorMeta) -> Bytes:
-        return as_bytes(self.tensor(meta))
+    def digests(self, tensors: list[TensorMeta]) -> dict[str, int]:  # noqa: ARG002
+        raise TransportError("bytes that are pulled in the commit are proved there")
 
     def close(self) -> bool:
         return True

@@ -26,13 +26,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from instep.digest import BLOCK_BYTES, CHUNK, MASK, Bytes, cores, has_non_finite, partial, seed_of
+from instep.digest import BLOCK_BYTES, CHUNK, Bytes, cores, digests, non_finite
 from instep.errors import SourceError, TransportError
 from instep.protocol import Location, Manifest, TensorMeta
 from instep.transport import Published
 
 NAME = re.compile(r"instep-[0-9a-f]{32}")
-ALIGN = 256
+ALIGN = BLOCK_BYTES  # so that digests of all tensors are taken in one pass over the segment
 BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
 
 
@@ -58,13 +58,17 @@ def sweep() -> list[str]:
     return removed
 
 
+def padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 def layout(tensors: Iterable[TensorMeta]) -> tuple[dict[str, int], int]:
     """Byte offset of each tensor that is not an alias, and the size of the segment."""
     offsets, end = {}, 0
     for meta in tensors:
         if not meta.alias_of:
             offsets[meta.name] = end
-            end += -(-meta.nbytes // ALIGN) * ALIGN
+            end += padded(meta.nbytes)
     return offsets, end
 
 
@@ -85,39 +89,46 @@ class ShmTransport:
         by_name = {meta.name: meta for meta in tensors if not meta.alias_of}
         segment = self._segment(size)
         try:
-            digests, non_finite = self._fill(segment, offsets, by_name, values)
-            if missing := by_name.keys() - digests.keys():
-                name = min(missing)
-                raise SourceError(f"the source did not give {name}, which its metadata names", tensor=name)
+            given = self._fill(segment, offsets, by_name, values)
+            if missing := by_name.keys() - given:
+                raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
+            # Of the copies: what a trainer does to its tensors afterwards cannot change what is sent.
+            own, data = list(by_name.values()), segment.view[:size]
+            published = Published(
+                Location("shm", segment.name, size, offsets), digests(data, own, offsets), tuple(non_finite(data, own, offsets))
+            )
         except BaseException:
             self.free.append(segment)
             raise
         self.segments[segment.name] = segment
-        return Published(Location("shm", segment.name, size, offsets), digests, tuple(non_finite))
+        return published
 
     def _fill(
         self, segment: _Segment, offsets: dict[str, int], by_name: dict[str, TensorMeta], values: Iterable[tuple[str, torch.Tensor]]
-    ) -> tuple[dict[str, int], list[str]]:
-        """Copies, and takes digests from the copies: what a trainer does to its tensors afterwards cannot change what is sent."""
-        jobs: dict[str, list[Future[tuple[int, bool]]]] = {}
-        backlog: deque[Future[tuple[int, bool]]] = deque()
+    ) -> set[str]:
+        """Copies every value, and zeros up to the next tensor. Returns the names."""
+        given: set[str] = set()
+        backlog: deque[Future[None]] = deque()
         try:
             for name, value in values:
                 meta = by_name.get(name)
                 if meta is None or tuple(value.shape) != meta.shape:
                     raise SourceError(f"the source gave {name} {list(value.shape)}, which is not what its metadata says", tensor=name)
-                if name in jobs:
+                if name in given:
                     raise SourceError(f"the source gave {name} twice", tensor=name)
+                given.add(name)
                 room = segment.view[offsets[name] : offsets[name] + meta.nbytes]
+                segment.view[offsets[name] + meta.nbytes : offsets[name] + padded(meta.nbytes)] = 0
                 data = _place(value.detach(), room, meta)
-                jobs[name] = [self.pool.submit(_copy, room, data, meta, at) for at in range(0, meta.nbytes, CHUNK)]
-                backlog.extend(jobs[name])
+                if data is not None:
+                    backlog.extend(
+                        self.pool.submit(np.copyto, room[at : at + CHUNK], data[at : at + CHUNK]) for at in range(0, meta.nbytes, CHUNK)
+                    )
                 while len(backlog) > BACKLOG:
                     backlog.popleft().result()
         finally:
             wait(backlog)  # also after an error: the next version may get the same memory
-        digests = {name: (seed_of(by_name[name]) + sum(job.result()[0] for job in parts)) & MASK for name, parts in jobs.items()}
-        return digests, [name for name, parts in jobs.items() if any(job.result()[1] for job in parts)]
+        return given
 
     def _segment(self, size: int) -> _Segment:
         for segment in self.free:
@@ -159,12 +170,8 @@ def _place(value: torch.Tensor, room: Bytes, meta: TensorMeta) -> Bytes | None:
     return None
 
 
-def _copy(room: Bytes, data: Bytes | None, meta: TensorMeta, at: int) -> tuple[int, bool]:
-    """One chunk: copied, then digested and looked through while it is still in the cache."""
-    chunk = room[at : at + CHUNK]
-    if data is not None:
-        np.copyto(chunk, data[at : at + CHUNK])
-    return partial(chunk, seed_of(meta), at // BLOCK_BYTES), has_non_finite(chunk, meta.dtype)
+def _copy(room: Bytes, data: Bytes, at: int) -> None:
+    np.copyto(room[at : at + CHUNK], data[at : at + CHUNK])
 
 
 class _Segment:
@@ -228,16 +235,21 @@ class ShmReader:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode) or found.st_size < location.nbytes:
                 raise TransportError(f"segment {location.address} has {found.st_size} bytes, the manifest says {location.nbytes}")
-            self.map = mmap.mmap(file, max(location.nbytes, 1), access=mmap.ACCESS_READ)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # one walk instead of a fault for each page
+            self.map = mmap.mmap(file, max(location.nbytes, 1), flags, mmap.PROT_READ)
         finally:
             os.close(file)
         self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
         self.offsets = location.offsets
+        self.size = location.nbytes
         for meta in manifest.tensors:
             at = self.offsets.get(meta.alias_of or meta.name, -1)
-            if at < 0 or at % ALIGN or at + meta.nbytes > location.nbytes:
+            if at < 0 or at % ALIGN or at + padded(meta.nbytes) > location.nbytes:
                 self.close()
                 raise TransportError(f"the manifest places {meta.name} outside its segment", tensor=meta.name)
+
+    def digests(self, tensors: list[TensorMeta]) -> dict[str, int]:
+        return digests(self.bytes[: self.size], tensors, self.offsets)
 
     def data(self, meta: TensorMeta) -> Bytes:
         at = self.offsets[meta.alias_of or meta.name]
