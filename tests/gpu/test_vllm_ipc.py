@@ -1,0 +1,74 @@
+"""A real vLLM on a GPU follows a trainer through CUDA IPC, with CUDA graphs on: the same tokens as an engine that loads from disk."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import folder, greedy, model, start
+
+from instep import WeightSync
+
+PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    model("tiny", 2, "cuda:0").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def from_disk(checkpoint: Path) -> Iterator[Any]:
+    llm = start(checkpoint, load_format="auto", gpu_memory_utilization=0.1, enforce_eager=False)
+    yield greedy(llm, PROMPTS)
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module", params=range(2), ids=["one GPU", "two GPUs"])
+def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if request.param >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    llm = start(folder("tiny"), str(request.param), gpu_memory_utilization=0.1, enforce_eager=False)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_pushes_are_pulled_straight_into_live_storage(llm: Any, from_disk: Any) -> None:
+    trainer = model("tiny", 1, "cuda:0")
+    with WeightSync(trainer, [llm]) as sync:
+        sync.push("one")
+        other = greedy(llm, PROMPTS)
+        assert other != from_disk
+        trainer.load_state_dict(model("tiny", 2, "cuda:0").state_dict())
+        receipt = sync.push("two")
+        assert greedy(llm, PROMPTS) == from_disk
+        assert sync._session.current is not None
+        assert sync._session.current.location.transport == "ipc"
+        (engine,) = receipt.engines
+        assert engine.reload == {}
+        assert engine.read_back == receipt.tensors
+        with torch.no_grad():
+            trainer.model.norm.weight[5] = float("nan")
+        assert sync.push("three").non_finite == ("model.norm.weight",)
+
+
+def test_memory_stays_flat(llm: Any) -> None:
+    """200 updates: neither the trainer nor the engine takes more memory."""
+    trainer = model("tiny", 3, "cuda:0")
+    with WeightSync(trainer, [llm]) as sync:
+        free = []
+        for update in range(200):
+            with torch.no_grad():
+                trainer.model.norm.weight.neg_()
+            sync.push(f"flat-{update}")
+            if update in (20, 199):
+                free.append([torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())])
+        assert all(after >= before - (8 << 20) for before, after in zip(*free, strict=True))
