@@ -10,25 +10,48 @@ from typing import Any
 import torch
 
 from instep.engine.vllm_worker import VllmHost, WorkerExtension
+from instep.receiver import Fill
 from instep.receiver.state import Receiver
 
 
 class FaultyHost(VllmHost):
-    tensor: int | None = None
+    """Fails once, after `steps` layers were rebuilt and tensors loaded, or when all has been written."""
+
+    steps: int | None = None
     finish = False
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().load(self._cut(tensors))
 
     def _cut(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, (name, tensor) in enumerate(tensors):
-            if self.tensor == index and not tensor.is_meta:
-                self.tensor = None
-                raise RuntimeError(f"told to fail at tensor {index}")
+        real = False
+        for name, tensor in tensors:
+            real = not tensor.is_meta
+            if real:
+                self._step()
             yield name, tensor
-        if self.finish and not tensor.is_meta:
+        if real:
+            self._end()
+
+    def rebuild(self, layer: str, fill: Fill) -> None:
+        self._step()
+        super().rebuild(layer, fill)
+
+    def refresh(self) -> None:
+        super().refresh()
+        self._end()
+
+    def _step(self) -> None:
+        if self.steps is not None:
+            self.steps -= 1
+            if self.steps < 0:
+                self.steps = None
+                raise RuntimeError("told to fail in the middle")
+
+    def _end(self) -> None:
+        if self.finish:
             self.finish = False
-            raise RuntimeError("told to fail after the last tensor")
+            raise RuntimeError("told to fail at the end")
 
 
 class FaultyReceiver(Receiver):
@@ -46,7 +69,7 @@ class FaultyReceiver(Receiver):
 
 
 class FaultyExtension(WorkerExtension):
-    """`inject("tensor", k)` and `inject("finish", 0)`: the loader fails. `inject("hang:METHOD", seconds)`: an answer comes late.
+    """`inject("step", k)` and `inject("finish", 0)`: the commit fails. `inject("hang:METHOD", seconds)`: an answer comes late.
     `inject("die:METHOD", rank)`: the process ends."""
 
     def instep_call(self, method: str, payload: bytes) -> bytes:
@@ -62,8 +85,8 @@ class FaultyExtension(WorkerExtension):
     def inject(self, point: str, value: float) -> str:
         receiver = self.faulty_receiver()
         kind, _, method = point.partition(":")
-        if kind == "tensor":
-            receiver.host.tensor = int(value)
+        if kind == "step":
+            receiver.host.steps = int(value)
         elif kind == "finish":
             receiver.host.finish = True
         elif kind == "hang":

@@ -57,7 +57,7 @@ async def in_flight(llm: Any, reference: Callable[..., Any]) -> None:
         assert [completion(output) for output in again] == reference("qwen3", 3)
 
         # Dirty: requests in flight end, new ones are refused, and a push heals.
-        await llm.collective_rpc("inject", args=("tensor", 5))
+        await llm.collective_rpc("inject", args=("step", 5))
         running = [asyncio.create_task(generate(llm, [i + 1, 2, 3], f"dirty-{i}")) for i in range(3)]
         await started(llm, tokens=1)
         with pytest.raises(ApplyError, match="told to fail"):

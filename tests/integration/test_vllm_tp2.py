@@ -39,7 +39,7 @@ def test_one_worker_that_fails_makes_the_engine_dirty(llm: Any) -> None:
     with WeightSync(source=model, engines=[llm]) as sync:
         sync.push("whole")
         before = greedy(llm, PROMPTS)
-        llm.collective_rpc("inject", args=("tensor", 4))
+        llm.collective_rpc("inject", args=("step", 4))
         with pytest.raises(ApplyError, match="rank 0"):
             sync.push("halved")
         with pytest.raises(EngineDirty):

@@ -110,14 +110,19 @@ class Applier:
                 del self.reload[layer]
 
     def _promote_rebuilt(self, tensors: Tensors) -> None:
-        """Layers from whose weights the engine derives something, if deriving it from copied regions gives the very same layer."""
+        """Layers from whose weights the engine derives something, if deriving it from copied regions gives the very same layer.
+
+        From zeros first: a rebuild that does nothing would make of the same weights the same.
+        """
         candidates = [layer for layer, reason in self.reload.items() if reason.endswith(DERIVED) and self._rebuildable(layer)]
         before = {layer: self.host.computes(layer) for layer in candidates}
-        for layer in candidates:
-            self._rebuild(layer, tensors)
+        same = set(candidates)
         if candidates:
-            self.host.refresh()
-        same = {layer for layer in candidates if torch.equal(before[layer], self.host.computes(layer))}
+            for source, as_before in ((Zeros(tensors), False), (tensors, True)):
+                for layer in candidates:
+                    self._rebuild(layer, source)
+                self.host.refresh()
+                same &= {layer for layer in candidates if torch.equal(before[layer], self.host.computes(layer)) == as_before}
         if len(same) < len(candidates):  # what the session has made is right, so it makes it again
             for layer in set(candidates) - same:
                 self.reload[layer] = "it is not the same when it is rebuilt"
@@ -146,6 +151,22 @@ class Applier:
     def _difference(self, layer: str, live: Tensors, tensors: Tensors) -> str | None:
         """The first parameter of a layer that does not hold what its routes bring, or None."""
         return next((r.param for r in self.routes[layer] if r.tensor is not None and not holds(live[r.param], r, tensors)), None)
+
+
+class Zeros(Mapping[str, torch.Tensor]):
+    """Tensors of the same names and shapes, made when they are asked for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.zeros_like(self.tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
 
 def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
