@@ -124,7 +124,7 @@ class Applier:
                 self.host.refresh()
                 same &= {layer for layer in candidates if torch.equal(before[layer], self.host.computes(layer)) == as_before}
         if len(same) < len(candidates):  # what the session has made is right, so it makes it again
-            for layer in set(candidates) - same:
+            for layer in (set(candidates) - same) & self.routes.keys():  # one without routes keeps its reason: its partner is not rebuilt
                 self.reload[layer] = "it is not the same when it is rebuilt"
             with self.host.reload():
                 self.host.load(self._wanted(tensors))
