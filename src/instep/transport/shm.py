@@ -170,10 +170,6 @@ def _place(value: torch.Tensor, room: Bytes, meta: TensorMeta) -> Bytes | None:
     return None
 
 
-def _copy(room: Bytes, data: Bytes, at: int) -> None:
-    np.copyto(room[at : at + CHUNK], data[at : at + CHUNK])
-
-
 class _Segment:
     """A mapped, locked file."""
 
