@@ -211,10 +211,10 @@ class Member:
 
     def _check_sums(self, manifest: Manifest, receipts: Sequence[WorkerReceipt], digests: Callable[[], dict[str, int]]) -> None:
         """What workers summed up while they pulled it."""
-        if not any(receipt.wholes or receipt.parts for receipt in receipts):
+        if self.plan is None or not any(receipt.wholes or receipt.parts for receipt in receipts):
             return
         try:
-            check_sums(self.name, self.plan.workers if self.plan else (), manifest.tensors, digests(), receipts)
+            check_sums(self.name, self.plan, manifest.tensors, digests(), receipts)
         except DigestMismatch:
             self.serving = "dirty"
             raise

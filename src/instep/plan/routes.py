@@ -23,6 +23,8 @@ class Plan:
     signature: str
     workers: tuple[WorkerPlan, ...]
     casts: dict[str, str]
+    reads: tuple[dict[str, tuple[Region, ...]], ...]
+    """For each worker the regions that it reads of each tensor, every region once."""
 
     def kept(self) -> dict[str, str]:
         """Engine parameters that the push leaves alone, and why."""
@@ -68,7 +70,7 @@ def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPl
             tensor=name,
             next_step="pass cast=True to round them on the way out, or give the trainer and the engine one dtype",
         )
-    return Plan(signature(tensors), tuple(workers), casts)
+    return Plan(signature(tensors), tuple(workers), casts, tuple(_reads(worker) for worker in workers))
 
 
 def _prove_written(where: str, worker: WorkerPlan) -> None:
@@ -132,6 +134,14 @@ def _prove_read(engine: str, tensors: dict[str, TensorMeta], workers: Sequence[W
             )
 
 
+def _reads(worker: WorkerPlan) -> dict[str, tuple[Region, ...]]:
+    found: dict[str, dict[Region, None]] = defaultdict(dict)
+    for route in worker.routes:
+        if route.tensor is not None and route.source is not None:
+            found[route.tensor][route.source] = None
+    return {name: tuple(regions) for name, regions in found.items()}
+
+
 def _casts(tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dict[str, str]:
     casts: dict[str, str] = {}
     for worker in workers:
@@ -143,7 +153,7 @@ def _casts(tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dic
 
 
 def check_sums(
-    engine: str, workers: Sequence[WorkerPlan], tensors: Sequence[TensorMeta], digests: Mapping[str, int], receipts: Sequence[WorkerReceipt]
+    engine: str, plan: Plan, tensors: Sequence[TensorMeta], digests: Mapping[str, int], receipts: Sequence[WorkerReceipt]
 ) -> None:
     """Compares what workers summed up with the trainer's digests: whole tensors one by one, parts added up, each part once.
 
@@ -157,13 +167,10 @@ def check_sums(
                 raise DigestMismatch(f"{engine} rank {receipt.rank}: {name} was not pulled as the trainer has it", tensor=name)
     for name in dict.fromkeys(name for receipt in receipts for name in receipt.parts):
         held: dict[tuple[Region, ...], int] = {}
-        for worker, receipt in zip(workers, receipts, strict=True):
-            if name not in receipt.parts:
-                continue
-            regions = tuple(dict.fromkeys(route.source for route in worker.routes if route.tensor == name and route.source is not None))
-            if held.setdefault(regions, receipt.parts[name]) != receipt.parts[name]:
+        for reads, receipt in zip(plan.reads, receipts, strict=True):
+            if name in receipt.parts and held.setdefault(reads[name], receipt.parts[name]) != receipt.parts[name]:
                 raise DigestMismatch(f"{engine}: two workers hold the same part of {name} with different bytes", tensor=name)
-        if covered([region for regions in held for region in regions], metas[name].shape) < metas[name].numel:
+        if sum(region.numel for regions in held for region in regions) < metas[name].numel:
             continue
         if (seed_of(metas[name]) + sum(held.values())) & MASK != digests[name]:
             raise DigestMismatch(f"{engine}: the parts of {name} that its workers pulled are not the trainer's", tensor=name)

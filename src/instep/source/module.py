@@ -120,10 +120,10 @@ class ModuleSource:
         """The snapshot, taken anew after a change of structure. Comparing takes a millisecond or two; a new one some hundred."""
         root = unwrap(self._module)
         live = list(_live(root))
-        for name, tensor in live:
-            check(canonical(name), tensor)
         structure = (adapter_state(root), tuple((name, identity(tensor)) for name, tensor in live))
         if self._snapshot is None or structure != self._structure:
+            for name, tensor in live:
+                check(canonical(name), tensor)
             canonical_names(name for name, _ in live)
             self._snapshot = _take(root)
             self._structure = structure
