@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from toys import Checkpoint, checkpoint
+from toys import Checkpoint, attention
 
 from instep import MemoryEngine, WeightSync
 
-WEIGHTS = {name: checkpoint(seed, layers=1) for seed, name in enumerate(("start", "a", "b", "c"))}
+WEIGHTS = {name: attention(seed) for seed, name in enumerate(("start", "a", "b", "c"))}
 FINGERPRINTS = {MemoryEngine(weights).fingerprint(): name for name, weights in WEIGHTS.items()}
 
 

@@ -55,7 +55,7 @@ class Stepping(MappingSource):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, (name, tensor) in enumerate(super().tensors()):
-            if self.steps and index == 5:
+            if self.steps and index == 3:
                 next(iter(self._mapping.values())).add_(1)
             yield name, tensor
 
