@@ -183,6 +183,8 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
     direct: list[str]
     """Layers whose regions were copied straight into live storage."""
+    rebuilt: list[str]
+    """Layers made anew from copied regions by the engine's own hook."""
     reload: dict[str, str]
     """Layers that went through the engine's reload session, and why."""
     read_back: int

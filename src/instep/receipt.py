@@ -13,7 +13,8 @@ class EngineReceipt:
     """One engine that serves the new version.
 
     pause, apply: seconds without generation, and of them in the slowest worker's loader.
-    direct: layers copied straight into live storage. reload: layers that took the engine's reload session, and why.
+    direct: layers copied straight into live storage. rebuilt: layers made anew from copied regions by the engine's own hook.
+    reload: layers that took the engine's reload session, and why.
     read_back: tensors compared bit for bit in the engine's own storage, in the worker that has least of them.
     """
 
@@ -21,6 +22,7 @@ class EngineReceipt:
     pause: float
     apply: float
     direct: tuple[str, ...]
+    rebuilt: tuple[str, ...]
     reload: dict[str, str]
     read_back: int
 

@@ -17,7 +17,7 @@ from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
 from instep.source import Source
-from instep.telemetry import Event, Sink
+from instep.telemetry import Event, Sink, logger
 from instep.transport import Published
 from instep.transport.auto import AutoTransport
 
@@ -226,7 +226,10 @@ class Push:
 
     def tell(self, event: Event) -> None:
         for sink in self.session.sinks:
-            sink(event)
+            try:
+                sink(event)
+            except Exception:  # who listens to a push must not end it half way
+                logger.exception("a sink failed at %s of %s", event.kind, self.version)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -116,3 +116,16 @@ def test_the_progress_bar_is_for_terminals(terminal: bool, monkeypatch: pytest.M
     if not terminal:
         assert stream.getvalue() == ""
     assert capfd.readouterr().out == ""
+
+
+def test_a_sink_that_fails_does_not_end_the_push(caplog: pytest.LogCaptureFixture) -> None:
+    """Half way through a commit an engine would be left paused because of a broken dashboard."""
+
+    def broken(event: Event) -> None:
+        raise ValueError("the dashboard is down")
+
+    engine = MemoryEngine(START)
+    with WeightSync(NEXT, [engine], sinks=[broken]) as sync:
+        assert sync.push("v1").version == "v1"
+    assert not engine.paused
+    assert "the dashboard is down" in caplog.text

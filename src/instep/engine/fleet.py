@@ -205,6 +205,7 @@ class Member:
             pause,
             slowest.seconds["apply"],
             tuple(slowest.direct),
+            tuple(slowest.rebuilt),
             slowest.reload,
             min(receipt.read_back for receipt in receipts),
         )

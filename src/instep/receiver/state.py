@@ -196,6 +196,7 @@ class Receiver:
             nbytes=sum(meta.nbytes for meta in manifest.tensors if not meta.alias_of),
             seconds={"arrive": arrived, "apply": applied - started, "read_back": done - applied},
             direct=sorted(applier.direct),
+            rebuilt=sorted(applier.rebuild),
             reload=dict(sorted(applier.reload.items())),
             read_back=proof.tensors,
             wholes=proof.wholes,
