@@ -118,12 +118,13 @@ def test_the_progress_bar_is_for_terminals(terminal: bool, monkeypatch: pytest.M
     assert capfd.readouterr().out == ""
 
 
-def test_a_sink_that_fails_does_not_end_the_push(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_does_not_end_the_push(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half way through a commit an engine would be left paused because of a broken dashboard."""
 
     def broken(event: Event) -> None:
         raise ValueError("the dashboard is down")
 
+    monkeypatch.setattr(telemetry.logger, "disabled", False)  # as above
     engine = MemoryEngine(START)
     with WeightSync(NEXT, [engine], sinks=[broken]) as sync:
         assert sync.push("v1").version == "v1"
