@@ -74,7 +74,6 @@ class Table:
         self.of_tile = torch.from_numpy(np.repeat(np.arange(len(runs), dtype=np.int32), tiles)).to(device)
         self.weights = _weights(device)
         self.sums = torch.zeros(2 * slots, dtype=torch.int64, device=device)
-        self.nbytes = 8 * sum(run.rows * run.row_words for run in runs)
 
     def launch(self) -> None:
         """Adds up every slot, and with `copy` moves the words too, on the current stream."""

@@ -172,7 +172,6 @@ class PrepareRequest(msgspec.Struct, frozen=True):
 
 class CommitRequest(msgspec.Struct, frozen=True):
     version: str
-    digest: Literal["all", "direct"] = "all"
 
 
 class WorkerReceipt(msgspec.Struct, frozen=True):

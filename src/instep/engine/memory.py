@@ -15,7 +15,7 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from instep.errors import EngineDirty, EngineLost
 from instep.protocol import Manifest, Method
 from instep.receiver import NeverRebuilds
 from instep.receiver.state import Receiver
+from instep.receiver.trace import shape_only
 from instep.transport import open_location
 
 Point = Literal["hello", "trace", "prepare", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
@@ -210,18 +211,8 @@ class MemoryHost(NeverRebuilds):
                 raise ValueError(f"cannot load {list(shard.shape)} into {list(target.shape)} of {place.param}")
             target.copy_(shard)
 
-    @contextmanager
-    def checkpoint_layout(self) -> Iterator[None]:
-        live = [(module, dict(module._parameters)) for module in self.model.modules()]
-        try:
-            for module, parameters in live:
-                for name, param in parameters.items():
-                    if param is not None:
-                        module._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
-            yield
-        finally:
-            for module, parameters in live:
-                module._parameters.update(parameters)
+    def checkpoint_layout(self) -> AbstractContextManager[None]:
+        return shape_only(self.model)
 
     @contextmanager
     def reload(self) -> Iterator[None]:

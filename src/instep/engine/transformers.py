@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from instep.protocol import Method
 from instep.receiver import NeverRebuilds
 from instep.receiver.apply import view
 from instep.receiver.state import Receiver
+from instep.receiver.trace import shape_only
 from instep.source.layout import Saved, layout
 from instep.source.module import ModuleSource
 from instep.source.tensors import identity
@@ -133,22 +134,8 @@ class ModelHost(NeverRebuilds):
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the model's has {list(place.view.shape)}")
             view(live[place.parts[0]].detach(), place.view).copy_(tensor)
 
-    @contextmanager
-    def checkpoint_layout(self) -> Iterator[None]:
-        live = [(module, dict(module._parameters), dict(module._buffers)) for module in self.model.modules()]
-        try:
-            for module, parameters, buffers in live:
-                for name, param in parameters.items():
-                    if param is not None:
-                        module._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
-                for name, buffer in buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = torch.empty_like(buffer, device="meta")
-            yield
-        finally:
-            for module, parameters, buffers in live:
-                module._parameters.update(parameters)
-                module._buffers.update(buffers)
+    def checkpoint_layout(self) -> AbstractContextManager[None]:
+        return shape_only(self.model)
 
     @contextmanager
     def reload(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from instep.digest import seed_of
 from instep.digest_cuda import Run, Table
 from instep.plan.region import rows_of
 from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta
+from instep.receiver.apply import view
 from instep.transport.ipc import IpcReader
 
 
@@ -49,7 +50,7 @@ class Puller:
             assert route.tensor is not None
             assert route.source is not None
             target, source = live[route.param], reader.tensor(self.metas[route.tensor])
-            _view(target, route.target).copy_(_view(source, route.source))
+            view(target, route.target).copy_(view(source, route.source))
         sums, _ = self.table.result()
         return {name: sums[self.slots[name]] for name in self.names}
 
@@ -64,7 +65,3 @@ def _run(route: Route, target: torch.Tensor, meta: TensorMeta, address: int, slo
     count, row, source_stride, target_stride = rows
     words = [size * value // 8 for value in (row, source_stride, target_stride, route.source.offset)]
     return Run(at, to, count, words[0], words[1], words[2], words[3], seed_of(meta), slot, meta.dtype)
-
-
-def _view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    return tensor.as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.errors import InstepError, PlanError
@@ -36,6 +38,26 @@ def trace(host: Host, tensors: Sequence[TensorMeta]) -> WorkerPlan:
     if len(real) < len(tensors) and any(_unwritten(plan)):
         plan = _watch(host, tensors, live_owner)
     return plan
+
+
+@contextmanager
+def shape_only(model: nn.Module) -> Iterator[None]:
+    """Within it every parameter and buffer has a shape and no bytes; afterwards the live ones are back. The checkpoint layout of a model
+    that keeps its tensors as its loader takes them."""
+    live = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        for module, parameters, buffers in live:
+            for name, param in parameters.items():
+                if param is not None:
+                    module._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device="meta")
+        yield
+    finally:
+        for module, parameters, buffers in live:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
 def owners(model: torch.nn.Module) -> dict[str, str]:
