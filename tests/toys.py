@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 
 from instep.protocol import TensorMeta
 from instep.receiver import NeverRebuilds
+from instep.receiver.trace import shape_only
 
 Checkpoint = dict[str, torch.Tensor]
 
@@ -74,18 +75,8 @@ class ToyHost(NeverRebuilds):
             self.fill(self.model, name, tensor)
             self.loaded.append(name)
 
-    @contextmanager
-    def checkpoint_layout(self) -> Iterator[None]:
-        live = [(module, dict(module._parameters)) for module in self.model.modules()]
-        try:
-            for module, parameters in live:
-                for name, parameter in parameters.items():
-                    assert parameter is not None
-                    module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), False)
-            yield
-        finally:
-            for module, parameters in live:
-                module._parameters.update(parameters)
+    def checkpoint_layout(self) -> AbstractContextManager[None]:
+        return shape_only(self.model)
 
     @contextmanager
     def reload(self) -> Iterator[None]:
