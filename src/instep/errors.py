@@ -88,7 +88,7 @@ class VersionConflict(InstepError):
 class TransportError(InstepError):
     """The bytes could not be published or opened. Engines keep what they serve."""
 
-    next_step = "engines keep what they serve: `instep doctor` looks at the shared memory"
+    next_step = "engines keep what they serve: `instep doctor` looks at what transports need"
 
 
 class EngineDirty(InstepError):

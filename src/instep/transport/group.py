@@ -1,0 +1,211 @@
+"""A private process group: torch's own NCCL or Gloo, on a store of its own. Torch's global group is neither needed nor touched.
+
+The first rank serves the store; the others find it by address. Every wait ends: at its deadline, when a peer's connection breaks, or when
+any rank writes the reason why it gives up into the store. A group that ended in an error is of no more use: make a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from instep.errors import TransportError
+
+GAVE_UP = "gave up"
+LOOK = 0.05  # seconds between two looks for a rank that gave up
+NEVER = timedelta(days=365)  # torch's own watchdog ends the whole process: deadlines are kept here instead
+QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+def serve(host: str, port: int = 0) -> Any:
+    """A store on this interface alone, at a free port unless one is given. Its `host` and `port` are what other ranks need."""
+    listener = socket.create_server((host, port), backlog=1024, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found = listener.getsockname()[1]
+    try:
+        return TCPStore(host, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    except Exception as error:
+        raise TransportError(f"cannot serve a store at {host} port {found}: {error}") from error
+
+
+def find(host: str, port: int, timeout: float) -> Any:
+    """The store that another process serves. Raises `TransportError` where none answers in time."""
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    except Exception as error:
+        raise TransportError(
+            f"the group's store at {host} port {port} does not answer: {_first_line(error)}",
+            next_step="the trainer must run, and its address and port must be open to engines",
+        ) from error
+
+
+class Group:
+    """Rank `rank` of `size`. The constructor returns when all have come, or raises `TransportError` after `timeout` seconds.
+
+    backend: `nccl` with tensors on `device`, or `gloo` with tensors in host memory.
+    key: separates groups that share a store.
+    timeout: also the longest that a later deadline may be with Gloo, whose collectives cannot be ended from outside.
+    """
+
+    def __init__(self, backend: str, store: Any, key: str, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        self.rank, self.size, self.device, self.backend = rank, size, device, backend
+        self.store = PrefixStore(key, store)
+        self.timeout = timeout
+        self.broken: str | None = None
+        self.started = time.monotonic()
+        self._looked = 0.0
+        try:
+            self._assemble()
+            self._group = BACKENDS[backend](self.store, rank, size, store.host, timeout, device)
+            first = torch.zeros(1, dtype=torch.uint8, device=device)
+            self.wait(self.broadcast(first))  # NCCL connects with its first collective: here, where a deadline is kept
+            self.settle()
+        except Exception as error:
+            raise self._break("cannot form the group", error) from error
+
+    def _assemble(self) -> None:
+        """Waits for every rank before any backend does: the backends' own waits cannot be ended."""
+        self.store.set(f"rank {self.rank}", "here")
+        for rank in range(self.size):
+            while not self.store.check([f"rank {rank}"]):
+                if self.over():
+                    raise TransportError(f"rank {rank} of {self.size} did not come within {self.timeout:g} s")
+                self._look()
+                time.sleep(0.002)
+
+    def begin(self, timeout: float) -> None:
+        """The deadline of everything that follows."""
+        self.started, self.timeout = time.monotonic(), timeout
+
+    def over(self) -> bool:
+        return time.monotonic() - self.started > self.timeout
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
+        """Starts to send `tensor` (contiguous) from `root` into everybody else's. To be waited for, in the order of the calls."""
+        if self.broken:
+            raise TransportError(f"the group ended earlier: {self.broken}")
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
+        return self._group.broadcast([tensor], options)
+
+    def wait(self, work: Any) -> None:
+        """Until a collective is done; on a GPU until whatever the current stream does next comes after it."""
+        if self.device.type != "cuda":
+            self._until(work.is_completed)
+        try:
+            work.wait()
+        except Exception as error:
+            raise self._break("a peer failed", error) from error
+
+    def settle(self) -> None:
+        """Until the device has done everything that was asked of the current stream."""
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            self._until(done.query)
+
+    def _until(self, done: Any) -> None:
+        for turn in range(1 << 62):
+            if done():
+                return
+            if self.over():
+                raise self._break("deadline", TransportError(f"peers did not take part within {self.timeout:g} s"))
+            self._look()
+            time.sleep(0 if turn < 50 else 0.0002)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK:
+            return
+        self._looked = now
+        try:
+            gave_up = self.store.get(GAVE_UP).decode() if self.store.check([GAVE_UP]) else None
+        except Exception as error:
+            raise self._break("the trainer's store is gone", error) from error
+        if gave_up is not None:
+            self.close()
+            raise TransportError(f"{self.backend} group: another rank gave up: {gave_up}")
+
+    def give_up(self, reason: str) -> None:
+        """Ends every rank's waits. May be called from another thread."""
+        if self.broken is None:
+            self.broken = reason
+            with suppress(Exception):
+                self.store.set(GAVE_UP, reason)
+
+    def close(self) -> None:
+        """Returns at once. A Gloo collective that is still running keeps its memory until its own deadline."""
+        self.broken = self.broken or "it was closed"
+        threading.Thread(target=_abort, args=[[vars(self).pop("_group", None)]], daemon=True).start()
+
+    def _break(self, what: str, error: BaseException) -> TransportError:
+        if isinstance(error, TransportError) and self.broken:
+            return error  # told already
+        text = f"{self.backend} group, rank {self.rank} of {self.size}: {what}: {_first_line(error)}"
+        self.give_up(text)
+        self.close()
+        return TransportError(text)
+
+
+def _abort(groups: list[Any]) -> None:
+    """Gloo joins its threads when the last reference goes: hence a list, to let it go here."""
+    with suppress(Exception):
+        groups[0].abort()
+    groups.clear()
+
+
+def _gloo(store: Any, rank: int, size: int, host: str, timeout: float, _: torch.device) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout)
+    options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host))]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, _host: str, _timeout: float, device: torch.device) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = NEVER
+    with _environment(QUIET), torch.cuda.device(device):
+        return ProcessGroupNCCL(store, rank, size, options)
+
+
+BACKENDS = {"gloo": _gloo, "nccl": _nccl}
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the interface that leads to `host`. Nothing is sent."""
+    family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))
+        except OSError as error:
+            raise TransportError(f"no interface of this machine leads to {host}: {error}") from error
+        address: str = probe.getsockname()[0]
+        return address
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """For what torch reads from the environment alone, while a group is made."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
