@@ -9,7 +9,7 @@ from torch import nn
 from toys import Checkpoint, ToyHost, bits, described
 
 from instep.plan.routes import signature
-from instep.protocol import CommitRequest, Identity, Manifest, PrepareRequest, Reply, Request, TraceRequest, decode, encode, raw
+from instep.protocol import Arrival, CommitRequest, Identity, Manifest, PrepareRequest, Reply, Request, TraceRequest, decode, encode, raw
 from instep.receiver.state import Receiver
 from instep.transport.shm import ShmTransport
 
@@ -61,10 +61,10 @@ class Trainer:
 
     def prepare_manifest(self, manifest: Manifest, lease: float = 60.0) -> Reply:
         """Waits until the bytes are proved, as a trainer does."""
-        reply = self.ask("prepare", PrepareRequest(manifest, signature(described(weights(0.0))), lease))
+        reply = self.ask("prepare", PrepareRequest(manifest, signature(described(weights(0.0))), lease, 10.0))
         while reply.fault is None:
             reply = self.ask("ready")
-            if reply.fault is None and decode(reply.body, bool):
+            if reply.fault is None and decode(reply.body, Arrival).done:
                 break
         return reply
 

@@ -6,12 +6,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from instep.errors import ConfigError
 
 Require = Literal["all", "any"]
 Caches = Literal["reset", "keep"]
+TransportName = Literal["auto", "shm", "ipc", "nccl", "gloo"]
 
 VERSION = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -22,6 +23,7 @@ class Config:
     require: `all` aborts a push before any commit unless every engine has prepared it; `any` goes on with those that have.
     caches: what happens to KV computed with the old weights. `reset` drops the prefix cache and recomputes requests in flight;
         `keep` leaves both, for in-flight updates that accept old KV.
+    transport: how bytes travel. `auto` takes the fastest that reaches every engine, and logs which and why.
     cast: round the trainer's tensors to the dtypes that the engine stores. Without it a different dtype is a `PlanError`.
     timeout: seconds that each phase may take on each engine.
     canary: token ids that engine and trainer both score after a commit.
@@ -30,6 +32,7 @@ class Config:
 
     require: Require = "all"
     caches: Caches = "reset"
+    transport: TransportName = "auto"
     cast: bool = False
     timeout: float = 60.0
     canary: Sequence[int] | None = None
@@ -40,6 +43,8 @@ class Config:
             raise ConfigError(f"require must be 'all' or 'any', not {self.require!r}")
         if self.caches not in ("reset", "keep"):
             raise ConfigError(f"caches must be 'reset' or 'keep', not {self.caches!r}")
+        if self.transport not in get_args(TransportName):
+            raise ConfigError(f"transport must be one of {', '.join(get_args(TransportName))}, not {self.transport!r}")
         if not 0 < self.timeout < math.inf:
             raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
         if not self.canary_bound > 0:

@@ -93,11 +93,17 @@ def digest(tensor: torch.Tensor, meta: TensorMeta) -> int:
 
 
 def digests(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> dict[str, int]:
-    """The digests of tensors that lie in `data`, each from a multiple of BLOCK_BYTES on and followed by zeros up to the next one.
+    """The digests of tensors that lie in `data`, each from a multiple of BLOCK_BYTES on and followed by zeros up to the next one."""
+    return from_sums(all_sums(data), tensors, offsets)
 
-    A pass over the blocks, whatever tensor they belong to, then a few operations on one number for each block.
-    """
-    sums = np.concatenate(_by_strips(block_sums, data) or [np.empty(0, np.uint64)])
+
+def all_sums(data: Bytes) -> Words:
+    """`block_sums` of a whole number of blocks, whatever tensors they belong to, on all cores."""
+    return np.concatenate(_by_strips(block_sums, data) or [np.empty(0, np.uint64)])
+
+
+def from_sums(sums: Words, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> dict[str, int]:
+    """The digests of `digests`: a few operations on one number for each block."""
     counts = np.array([-(-meta.nbytes // BLOCK_BYTES) for meta in tensors], np.int64)
     ends = np.cumsum(counts)
     within = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
@@ -111,15 +117,24 @@ def digests(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, in
 
 def non_finite(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> list[str]:
     """Which of the tensors that lie in `data` as `digests` has them hold a NaN or an infinity."""
+    return from_flags({dtype: all_flags(data, dtype) for dtype in {meta.dtype for meta in tensors}}, tensors, offsets)
+
+
+def all_flags(data: Bytes, dtype: str) -> Flags:
+    """Of each block, whether as `dtype` it holds a number that is not finite."""
+    if dtype not in _NON_FINITE:
+        return np.zeros(data.size // BLOCK_BYTES, np.bool_)
+    rows = functools.partial(_non_finite_rows, dtype=dtype, row_bytes=BLOCK_BYTES)
+    return np.concatenate(_by_strips(rows, data) or [np.empty(0, np.bool_)])
+
+
+def from_flags(flags: Mapping[str, Flags], tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> list[str]:
+    """The names of `non_finite`, from each dtype's flags."""
     found = []
-    for dtype in {meta.dtype for meta in tensors} & _NON_FINITE.keys():
-        flags = np.concatenate(
-            _by_strips(functools.partial(_non_finite_rows, dtype=dtype, row_bytes=BLOCK_BYTES), data) or [np.empty(0, np.bool_)]
-        )
-        for meta in tensors:
-            first, count = offsets[meta.name] // BLOCK_BYTES, -(-meta.nbytes // BLOCK_BYTES)
-            if meta.dtype == dtype and flags[first : first + count].any():
-                found.append(meta.name)
+    for meta in tensors:
+        first, count = offsets[meta.name] // BLOCK_BYTES, -(-meta.nbytes // BLOCK_BYTES)
+        if flags[meta.dtype][first : first + count].any():
+            found.append(meta.name)
     return found
 
 

@@ -95,7 +95,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 class Location(msgspec.Struct, frozen=True):
     """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes.
 
-    Where memory is shared in several allocations, `handle_of` says in which of `handles` a tensor lies.
+    Where memory is shared in several allocations, `handle_of` says in which of `handles` a tensor lies. Where the version is sent in
+    buckets of `bucket` bytes, `ranks` has each worker's rank in the group, by its incarnation.
     """
 
     transport: str
@@ -104,6 +105,10 @@ class Location(msgspec.Struct, frozen=True):
     offsets: dict[str, int]
     handles: list[bytes] = []
     handle_of: dict[str, int] = {}
+    bucket: int = 0
+    ranks: dict[str, int] = {}
+    live: bool = False
+    """Whether the bytes are the trainer's own: they are gone when it steps."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -148,6 +153,8 @@ class Identity(msgspec.Struct, frozen=True):
     rank: int
     world_size: int
     device: str
+    gpu: str | None
+    """The UUID of its GPU, whatever number the process knows it by."""
     host: str
     """Equal for processes that may share memory."""
     pid: int
@@ -168,6 +175,15 @@ class PrepareRequest(msgspec.Struct, frozen=True):
     signature: str
     lease: float
     """Seconds after which another session may take over from a trainer that never came back to commit."""
+    timeout: float
+    """Seconds that a worker may wait for other processes in one step."""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """Answer to prepare and ready. digests: of the tensors whose bytes have arrived, for the trainer to compare with its own."""
+
+    done: bool
+    digests: dict[str, int] = {}
 
 
 class CommitRequest(msgspec.Struct, frozen=True):

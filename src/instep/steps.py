@@ -42,7 +42,7 @@ class Session:
 
     def to_be_had(self) -> Manifest | None:
         """The current version, if its bytes are still to be had: those in the trainer's own memory are gone when it steps."""
-        live = self.current is not None and self.current.location.transport == "ipc"
+        live = self.current is not None and self.current.location.live
         return None if live and self.source.stamp() != self.stamp else self.current
 
 
@@ -79,7 +79,6 @@ class Push:
         with self.phase("connect"):
             fleet = self.session.fleet
             await fleet.each(fleet.members, Member.hello)
-        self.session.transport.consider([worker for member in fleet.members for worker in member.workers])
         return self._remaining(fleet.members)
 
     async def plan(self, members: Sequence[Member], tensors: list[TensorMeta]) -> list[TensorMeta]:
@@ -96,13 +95,17 @@ class Push:
                     raise PlanError(f"engines store {name} in different dtypes, {casts[name]} and {dtype}: give them a WeightSync each")
         return [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
 
-    def publish(self, tensors: list[TensorMeta], base: str | None) -> Manifest:
-        """Copies the source once. Raises `SourceError` where the trainer changed a tensor meanwhile: nothing has been sent."""
+    def publish(self, members: Sequence[Member], tensors: list[TensorMeta], base: str | None) -> Manifest:
+        """Makes the source's weights available to the members' workers.
+
+        Raises `SourceError` where the trainer changed a tensor meanwhile: nothing has been sent.
+        """
         session = self.session
         with self.phase("publish"):
             self._free_left_versions()
             before = session.source.stamp()
-            self.published = session.transport.publish(tensors, self._counted(tensors))
+            workers = [worker for member in members for worker in member.workers]
+            self.published = session.transport.publish(tensors, lambda: self._counted(tensors), workers)
             if session.source.stamp() != before:
                 raise SourceError(
                     "the trainer changed its weights while they were copied; no engine was touched",
@@ -116,26 +119,28 @@ class Push:
     async def prepare(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[Member], Manifest]:
         """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all.
 
-        Where an engine cannot open what was published on a GPU, it is published in shared memory instead: hence the manifest.
+        Where the transport does not get the version to an engine, the next one is tried: hence the manifest.
         """
         members = [member for member in members if member.failure is None]
         failure = await self._prepare(members, manifest)
-        if isinstance(failure, TransportError) and manifest.location.transport == "ipc":
-            self.session.transport.give_up(failure)
-            manifest = self.publish(manifest.tensors, manifest.base)
+        unreached = all(isinstance(member.failure, TransportError | None) for member in members)
+        if isinstance(failure, TransportError) and unreached and self.session.transport.give_up(failure):
+            manifest = self.publish(members, manifest.tensors, manifest.base)
             failure = await self._prepare(members, manifest)
         if failure is not None:
             raise failure
         return [member for member in members if member.failure is None], manifest
 
     async def _prepare(self, members: Sequence[Member], manifest: Manifest) -> InstepError | None:
-        with self.phase("prepare"):
-            await self.session.fleet.each(members, lambda member: member.prepare(manifest))
+        fleet, transport = self.session.fleet, self.session.transport
         try:
+            with self.phase("prepare"):
+                async with transport.serving("prepare") as sending:
+                    await fleet.each(members, lambda member: sending.unless(member.prepare(manifest, self.digests)))
             self._remaining(members)
         except InstepError as error:
             failures = [(member, member.failure) for member in members]
-            await self.session.fleet.each([member for member, failure in failures if failure is None], Member.abort)
+            await fleet.each([member for member, failure in failures if failure is None], Member.abort)
             for member, failure in failures:
                 member.failure = failure
             return error
@@ -145,7 +150,10 @@ class Push:
         """Each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards."""
         session = self.session
         with self.phase("commit"):
-            done = await session.fleet.each(members, lambda member: member.commit(manifest, session.config.caches, self.digests))
+            async with session.transport.serving("commit") as sending:
+                done = await session.fleet.each(
+                    members, lambda member: sending.unless(member.commit(manifest, session.config.caches, self.digests))
+                )
         if done:
             session.current, session.published = manifest, self.published
             session.stamp, session.expected = self.stamp, self.expected
@@ -213,7 +221,8 @@ class Push:
         """Hands the memory of versions that no engine reads any more to the next one."""
         session = self.session
         held = {address for member in session.fleet.members for address in member.holding}
-        session.current = None if session.current and session.current.location.address not in held else session.current
+        if session.current and not session.current.location.live and session.current.location.address not in held:
+            session.current = None
         session.transport.release_all_but(held)
 
     def _counted(self, tensors: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:

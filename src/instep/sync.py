@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from instep.config import Caches, Config, Require, check_version
+from instep.config import Caches, Config, Require, TransportName, check_version
 from instep.engine import connect
 from instep.engine.fleet import Fleet, Member
 from instep.errors import ConfigError, EngineState, InstepError, VersionConflict
@@ -47,19 +47,20 @@ class WeightSync:
         *,
         require: Require = "all",
         caches: Caches = "reset",
+        transport: TransportName = "auto",
         cast: bool = False,
         timeout: float = 60.0,
         canary: Sequence[int] | None = None,
         canary_bound: float = 1.0,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        config = Config(require, caches, cast, timeout, canary, canary_bound)
+        config = Config(require, caches, transport, cast, timeout, canary, canary_bound)
         if not engines:
             raise ConfigError("a WeightSync needs at least one engine")
         if len({id(engine) for engine in engines}) < len(engines):
             raise ConfigError("an engine is listed twice")
         fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout)
-        self._session = Session(config, open_source(source), fleet, AutoTransport(), (log, *sinks))
+        self._session = Session(config, open_source(source), fleet, AutoTransport(transport, timeout), (log, *sinks))
         self._busy = threading.Lock()  # a push is running
         self._asking = threading.Lock()  # somebody talks to the engines
 
@@ -74,12 +75,12 @@ class WeightSync:
         return _run(self.apush(version, base=base))
 
     async def apush(self, version: str, *, base: str | None = None) -> Receipt:
-        """`push` for asyncio. The copy of the weights is made without giving up the event loop."""
+        """`push` for asyncio. The weights must not change before it returns."""
         async with self._exclusive(check_version(version)) as push:
             tensors = push.describe()
             members = await push.connect()
             tensors = await push.plan(members, tensors)
-            manifest = push.publish(tensors, base)  # from here on the trainer may change its weights
+            manifest = push.publish(members, tensors, base)
             ready, manifest = await push.prepare(members, manifest)
             done = await push.commit(ready, manifest)
             return await push.receipt(done, manifest)
@@ -103,6 +104,8 @@ class WeightSync:
         async with self._exclusive(manifest.version) as push:
             behind = [member for member in await push.connect() if member.behind(manifest.version)]
             await push.plan(behind, manifest.tensors)
+            if manifest.location.live:
+                manifest = push.publish(behind, manifest.tensors, None)
             ready, manifest = await push.prepare(behind, manifest)
             done = await push.commit(ready, manifest)
             return await push.receipt(done, manifest)

@@ -14,11 +14,13 @@ import torch
 
 from instep.digest import digest
 from instep.errors import SourceError, TransportError
+from instep.plan.buckets import ALIGN
 from instep.protocol import ITEM_BYTES, Location, Manifest, TensorMeta
-from instep.transport import Published, open_location, shm
+from instep.transport import Me, Published, open_location, shm
 from instep.transport.shm import ShmTransport
 
 Values = list[tuple[str, torch.Tensor]]
+ME = Me("worker", 5.0)
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_kind_of_tensor_arrives(transport: ShmTransport) -> None:
     values = list(VALUES.items())
     manifest = publish(transport, values)
-    reader = open_location(manifest)
+    reader = open_location(manifest, ME)
     for meta, (name, value) in zip(manifest.tensors, values, strict=True):
         arrived = reader.tensor(meta)
         assert (arrived.dtype, arrived.shape) == (value.dtype, value.shape), name
@@ -82,16 +84,16 @@ def test_every_kind_of_tensor_arrives(transport: ShmTransport) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float64"])
 def test_values_are_cast_to_what_their_description_says(transport: ShmTransport, value: torch.Tensor, dtype: str) -> None:
     meta = TensorMeta("w", dtype, (5, 3))
-    reader = open_location(publish(transport, [("w", value)], [meta]))
+    reader = open_location(publish(transport, [("w", value)], [meta]), ME)
     assert torch.equal(bits(reader.tensor(meta)), bits(value.to(getattr(torch, dtype))))
 
 
 def test_an_alias_shares_the_bytes_of_what_it_stands_for(transport: ShmTransport) -> None:
     tensors = [TensorMeta("head", "float32", (2, 2), alias_of="embed"), TensorMeta("embed", "float32", (2, 2))]
     manifest = publish(transport, [("embed", torch.eye(2))], tensors)
-    reader = open_location(manifest)
+    reader = open_location(manifest, ME)
     assert reader.tensor(tensors[0]).data_ptr() == reader.tensor(tensors[1]).data_ptr()
-    assert manifest.location.nbytes < 2 * shm.ALIGN
+    assert manifest.location.nbytes < 2 * ALIGN
 
 
 def test_tensors_that_are_not_finite_are_named(transport: ShmTransport) -> None:
@@ -147,8 +149,8 @@ def test_memory_is_used_again_under_another_name(transport: ShmTransport, segmen
     assert first.location.address != second.location.address
     assert [path.name for path in segments.iterdir()] == [second.location.address]
     with pytest.raises(TransportError, match=first.location.address):
-        open_location(first)
-    assert open_location(second).tensor(second.tensors[0]).tolist() == [1, 1, 1, 1]
+        open_location(first, ME)
+    assert open_location(second, ME).tensor(second.tensors[0]).tolist() == [1, 1, 1, 1]
 
 
 def test_a_version_that_is_held_is_left_alone(transport: ShmTransport) -> None:
@@ -157,7 +159,7 @@ def test_a_version_that_is_held_is_left_alone(transport: ShmTransport) -> None:
     second = publish(transport, [("w", torch.ones(4))])
     transport.release_all_but({first.location.address})
     assert set(transport.segments) == {first.location.address}
-    assert open_location(first).tensor(first.tensors[0]).tolist() == [0, 0, 0, 0]
+    assert open_location(first, ME).tensor(first.tensors[0]).tolist() == [0, 0, 0, 0]
     assert second.location.address not in transport.segments
 
 
@@ -170,7 +172,7 @@ def test_a_larger_version_gets_new_memory_and_the_old_is_freed(transport: ShmTra
 
 def test_a_reader_says_whether_somebody_still_has_a_view(transport: ShmTransport) -> None:
     manifest = publish(transport, [("w", torch.ones(4))])
-    reader = open_location(manifest)
+    reader = open_location(manifest, ME)
     view = reader.tensor(manifest.tensors[0])
     assert not reader.close()
     del view
@@ -184,7 +186,7 @@ def test_a_reader_says_whether_somebody_still_has_a_view(transport: ShmTransport
 def test_an_address_is_a_segments_name(transport: ShmTransport, address: str) -> None:
     manifest = publish(transport, [("w", torch.ones(4))])
     with pytest.raises(TransportError, match="is not a segment's name"):
-        open_location(msgspec.structs.replace(manifest, location=msgspec.structs.replace(manifest.location, address=address)))
+        open_location(msgspec.structs.replace(manifest, location=msgspec.structs.replace(manifest.location, address=address)), ME)
 
 
 def test_a_link_is_not_followed(transport: ShmTransport, segments: Path) -> None:
@@ -193,15 +195,15 @@ def test_a_link_is_not_followed(transport: ShmTransport, segments: Path) -> None
     link.symlink_to(segments / manifest.location.address)
     try:
         with pytest.raises(TransportError, match="cannot open"):
-            open_location(msgspec.structs.replace(manifest, location=msgspec.structs.replace(manifest.location, address=link.name)))
+            open_location(msgspec.structs.replace(manifest, location=msgspec.structs.replace(manifest.location, address=link.name)), ME)
     finally:
         link.unlink()
 
 
 BAD_LOCATIONS = {
     "too short": ({"nbytes": 1 << 30}, "the manifest says"),
-    "past the end": ({"offsets": {"w": shm.ALIGN}}, "places w outside its segment"),
-    "before the start": ({"offsets": {"w": -shm.ALIGN}}, "places w outside"),
+    "past the end": ({"offsets": {"w": ALIGN}}, "places w outside its segment"),
+    "before the start": ({"offsets": {"w": -ALIGN}}, "places w outside"),
     "not aligned": ({"offsets": {"w": 4}}, "places w outside"),
     "not placed": ({"offsets": {}}, "places w outside"),
     "negative size": ({"nbytes": -1}, "outside"),
@@ -214,7 +216,7 @@ def test_a_location_that_does_not_fit(transport: ShmTransport, change: dict[str,
     manifest = publish(transport, [("w", torch.ones(4))])
     location: Location = msgspec.structs.replace(manifest.location, **change)
     with pytest.raises(TransportError, match=text):
-        open_location(msgspec.structs.replace(manifest, location=location))
+        open_location(msgspec.structs.replace(manifest, location=location), ME)
 
 
 def test_no_room_says_how_to_get_some(transport: ShmTransport, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +246,7 @@ def test_a_sweep_in_the_moment_of_creation_takes_nothing(transport: ShmTransport
     monkeypatch.setattr(shm.fcntl, "flock", swept_first)
     manifest = publish(transport, [("w", torch.ones(4))])
     assert [path.name for path in segments.iterdir()] == [manifest.location.address]
-    assert open_location(manifest).close()
+    assert open_location(manifest, ME).close()
 
 
 def test_nothing_grows_over_200_versions(transport: ShmTransport, segments: Path) -> None:
@@ -256,7 +258,7 @@ def test_nothing_grows_over_200_versions(transport: ShmTransport, segments: Path
     seen = set()
     for step in range(200):
         manifest = publish(transport, values)
-        reader = open_location(manifest)
+        reader = open_location(manifest, ME)
         assert reader.data(manifest.tensors[0]).size == 400_000
         assert reader.close()
         transport.release_all_but(set())

@@ -13,21 +13,23 @@ import pytest
 import torch
 
 from instep.protocol import Manifest, TensorMeta, encode
-from instep.transport import open_location, shm
+from instep.transport import Me, open_location, shm
 from instep.transport.shm import ShmTransport
 
 META = TensorMeta("w", "float32", (4,))
+ME = Me("worker", 5.0)
 
 PROCESS = """
 import json, os, signal, sys, traceback
 from pathlib import Path
 import torch
 from instep.protocol import Manifest, TensorMeta, decode
-from instep.transport import open_location, shm
+from instep.transport import Me, open_location, shm
 
 folder, manifest = Path(sys.argv[1]), decode(bytes.fromhex(sys.argv[2]), Manifest)
 shm.directory = lambda: folder
 meta = manifest.tensors[0]
+ME = Me("worker", 5.0)
 
 def publish():
     global transport
@@ -53,7 +55,7 @@ def forked():
     assert (folder / address).exists()
 
 def wrote():
-    view = open_location(manifest).tensor(meta)
+    view = open_location(manifest, ME).tensor(meta)
     assert view.sum() == 4
     (folder / "read").touch()
     view.zero_()
@@ -110,7 +112,7 @@ def test_segments_of_a_killed_trainer_are_swept_and_those_of_a_living_one_stay(
     (folder / "instep-notes.txt").touch()
     assert shm.sweep() == left
     assert {path.name for path in folder.iterdir() if path.name.startswith("instep")} == {living.location.address, "instep-notes.txt"}
-    assert open_location(living).tensor(META).tolist() == [1, 1, 1, 1]
+    assert open_location(living, ME).tensor(META).tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("case", "expected"), [("ended", 0), ("raised", 1), ("forked", 0)])
@@ -121,4 +123,4 @@ def test_a_trainer_that_ends_without_closing_leaves_nothing(ends: dict[str, tupl
 
 def test_published_bytes_cannot_be_written_by_a_worker(living: Manifest, ends: dict[str, tuple[int, list[str]]]) -> None:
     assert ends["wrote"] == [-signal.SIGSEGV, ["read"]]
-    assert open_location(living).tensor(META).tolist() == [1, 1, 1, 1]
+    assert open_location(living, ME).tensor(META).tolist() == [1, 1, 1, 1]

@@ -172,7 +172,7 @@ def test_a_version_keeps_its_own_canary(models: tuple[Any, Any], monkeypatch: py
         late.stuck = frozenset({"abort", "hello"})  # so that the first version has to be kept for it
         with torch.no_grad():
             trainer.lm_head.weight.mul_(-4)
-        monkeypatch.setattr(good.receiver, "open_reader", lambda manifest: raise_(OSError("no shared memory")))
+        monkeypatch.setattr(good.receiver, "open_reader", lambda manifest, me: raise_(OSError("no shared memory")))
         with pytest.raises(ApplyError, match="good: OSError: no shared memory"):
             sync.push("b")
         late.stuck = frozenset()

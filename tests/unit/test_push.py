@@ -240,7 +240,7 @@ def test_no_room_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     engine = MemoryEngine(checkpoint(0))
     monkeypatch.setattr(shm.os, "statvfs", lambda path: type("", (), {"f_bavail": 0, "f_frsize": 1}))
-    with WeightSync(checkpoint(1), [engine]) as sync:
+    with WeightSync(checkpoint(1), [engine], transport="shm") as sync:
         with pytest.raises(TransportError, match="has 0 MiB free") as caught:
             sync.push("v1")
         assert "next:" in str(caught.value)

@@ -48,7 +48,7 @@ def test_a_commit_does_not_run_ahead_of_the_proof(trainer: Trainer, host: ToyHos
     trainer.trace()
     manifest = trainer.manifest("v1", weights(1.0))
     trainer.transport.segments[manifest.location.address].view[0] ^= 1
-    trainer.ask("prepare", PrepareRequest(manifest, signature(described(weights(0.0))), 60.0))
+    trainer.ask("prepare", PrepareRequest(manifest, signature(described(weights(0.0))), 60.0, 10.0))
     reply = trainer.commit("v1")
     refused(reply, "DigestMismatch", "a.weight")
     assert (reply.state, reply.version, serves(host, 0.0)) == ("serving", None, True)

@@ -15,6 +15,7 @@ from instep.engine import CachePolicy, Engine
 from instep.errors import DigestMismatch, EngineLost, EngineState, EngineTimeout, InstepError, Serving, SyncError, VersionConflict, by_name
 from instep.plan.routes import Plan, check_sums, prove
 from instep.protocol import (
+    Arrival,
     CommitRequest,
     Identity,
     Manifest,
@@ -165,15 +166,25 @@ class Member:
             workers = await self.call("trace", WorkerPlan, TraceRequest(tensors, signature))
             self.plan = prove(self.name, tensors, workers, cast=cast)
 
-    async def prepare(self, manifest: Manifest) -> None:
+    async def prepare(self, manifest: Manifest, digests: Callable[[], dict[str, int]]) -> None:
+        """digests: the trainer's, where the manifest does not have them yet."""
         self.holding.add(manifest.location.address)
-        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", lease=4 * self.timeout)
-        if not all(await self.call("prepare", bool, request)):
-            await self.bounded("prepare", self._arrived())
+        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", 4 * self.timeout, self.timeout)
+        arrivals = await self.call("prepare", Arrival, request)
+        if not all(arrival.done for arrival in arrivals):
+            arrivals = await self.bounded("prepare", self._arrived())
+        for rank, arrival in enumerate(arrivals):
+            for name, got in arrival.digests.items():
+                if got != (sent := digests()[name]):
+                    where = f"{self.name} rank {rank}"
+                    raise DigestMismatch(f"{where}: {name} arrived with digest {got:016x}, the trainer sent {sent:016x}", tensor=name)
 
-    async def _arrived(self) -> None:
-        """The workers look through the bytes in threads of their own, so that generation goes on meanwhile."""
-        while not all(await self.call("ready", bool)):  # noqa: ASYNC110
+    async def _arrived(self) -> list[Arrival]:
+        """The workers fetch and look through the bytes in threads of their own, so that generation goes on meanwhile."""
+        while True:
+            arrivals = await self.call("ready", Arrival)
+            if all(arrival.done for arrival in arrivals):
+                return arrivals
             await asyncio.sleep(POLL)
 
     async def abort(self) -> None:

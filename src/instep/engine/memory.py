@@ -30,7 +30,7 @@ from instep.protocol import Manifest, Method
 from instep.receiver import NeverRebuilds
 from instep.receiver.state import Receiver
 from instep.receiver.trace import shape_only
-from instep.transport import open_location
+from instep.transport import Me, open_location
 
 Point = Literal["hello", "trace", "prepare", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
 Kind = Literal["error", "hang", "die"]
@@ -137,8 +137,8 @@ class MemoryEngine:
         if kind == "error":
             raise EngineLost(f"{self.name} was told to fail at {point}")
 
-    def _open(self, manifest: Manifest) -> Any:
-        reader = open_location(manifest)
+    def _open(self, manifest: Manifest, me: Me) -> Any:
+        reader = open_location(manifest, me)
         if self.faults.pop("digest", None):
             reader.bytes = reader.bytes ^ np.uint8(1)
         return reader

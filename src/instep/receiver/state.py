@@ -27,6 +27,7 @@ from instep.digest import total
 from instep.errors import ApplyError, ConfigError, DigestMismatch, InstepError, PlanError, TransportError, VersionConflict
 from instep.plan.routes import signature
 from instep.protocol import (
+    Arrival,
     CommitRequest,
     Fault,
     Identity,
@@ -45,7 +46,7 @@ from instep.receiver import Host
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import arrive
 from instep.receiver.trace import trace
-from instep.transport import Reader, host, open_location
+from instep.transport import Me, Reader, host, open_location, uuid_of
 
 
 class _Prepared(msgspec.Struct):
@@ -53,7 +54,7 @@ class _Prepared(msgspec.Struct):
     session: str
     reader: Reader
     expires: float
-    arrival: Future[float]
+    arrival: Future[tuple[float, dict[str, int]]]
 
 
 class Receiver:
@@ -62,7 +63,7 @@ class Receiver:
     open_reader: how a published version is opened; tests replace it.
     """
 
-    def __init__(self, host: Host, open_reader: Callable[[Manifest], Reader] = open_location) -> None:
+    def __init__(self, host: Host, open_reader: Callable[[Manifest, Me], Reader] = open_location) -> None:
         self.host = host
         self.open_reader = open_reader
         self.incarnation = uuid.uuid4().hex
@@ -109,6 +110,7 @@ class Receiver:
             rank=self.host.rank,
             world_size=self.host.world_size,
             device=self.host.device,
+            gpu=uuid_of(torch.device(self.host.device)),
             host=host(),
             pid=os.getpid(),
             plan_signature=self.signature,
@@ -128,11 +130,8 @@ class Receiver:
         self.expected = {meta.name: (meta.shape, meta.alias_of) for meta in wanted.tensors}
         return plan
 
-    def prepare(self, request: Request) -> bool:
-        """Opens the version and begins to prove its bytes, beside the engine's steps. What the engine serves does not change.
-
-        True where nothing is left to be proved before the commit.
-        """
+    def prepare(self, request: Request) -> Arrival:
+        """Opens the version and begins to fetch and prove its bytes, beside the engine's steps. What the engine serves does not change."""
         wanted = decode(request.body, PrepareRequest)
         manifest = wanted.manifest
         self._respect_lease(request)
@@ -147,22 +146,26 @@ class Receiver:
         if {meta.name: (meta.shape, meta.alias_of) for meta in manifest.tensors} != self.expected:
             raise PlanError("the manifest's tensors are not those of the plan. Push again")
         self._drop()
-        reader = self.open_reader(manifest)
-        arrival = self.checker.submit(check_arrival, manifest, reader) if reader.arrived else _nothing_to_check()
+        reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout))
+        arrival: Future[tuple[float, dict[str, int]]] = Future()
+        if reader.fetches:
+            arrival = self.checker.submit(check_arrival, manifest, reader)
+        else:
+            arrival.set_result((0.0, {}))
         self.prepared = _Prepared(manifest, request.session, reader, time.monotonic() + wanted.lease, arrival)
-        return arrival.done()
+        return Arrival(done=not reader.fetches)
 
-    def ready(self, request: Request) -> bool:
-        """Whether the bytes that were opened have been proved. Raises what the proof raised, and forgets them then."""
+    def ready(self, request: Request) -> Arrival:
+        """Whether the bytes that were opened have arrived. Raises what went wrong on the way, and forgets them then."""
         prepared = self.prepared
         if prepared is None or prepared.session != request.session:
             raise VersionConflict("nothing is prepared here")
         if not prepared.arrival.done():
-            return False
+            return Arrival(done=False)
         if (error := prepared.arrival.exception()) is not None:
             self._drop()
             raise error
-        return True
+        return Arrival(done=True, digests={} if prepared.manifest.digests else prepared.arrival.result()[1])
 
     def commit(self, request: Request) -> WorkerReceipt:
         """Between two engine steps: copies, rebuilds derived state, proves, and takes the version."""
@@ -170,7 +173,7 @@ class Receiver:
         prepared, applier = self.prepared, self.applier
         if prepared is None or applier is None or prepared.manifest.version != wanted.version or prepared.session != request.session:
             raise VersionConflict(f"version {wanted.version!r} is not prepared here")
-        manifest, reader, arrived = prepared.manifest, prepared.reader, prepared.arrival.result()
+        manifest, reader, (arrived, _) = prepared.manifest, prepared.reader, prepared.arrival.result()
         arrival = arrive(manifest, reader)
         started = time.perf_counter()
         self.state = "dirty"
@@ -225,20 +228,16 @@ class Receiver:
         return prepared.reader.close()
 
 
-def _nothing_to_check() -> Future[float]:
-    """Bytes that are pulled in the commit are proved there."""
-    done: Future[float] = Future()
-    done.set_result(0.0)
-    return done
+def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, int]]:
+    """The seconds it took, and the digests of what has arrived.
 
-
-def check_arrival(manifest: Manifest, reader: Reader) -> float:
-    """The seconds it took. Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published."""
+    Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published, where the manifest says which.
+    """
     started = time.perf_counter()
-    own = [meta for meta in manifest.tensors if not meta.alias_of]
-    for name, got in reader.digests(own).items():
+    digests = reader.arrive([meta for meta in manifest.tensors if not meta.alias_of])
+    for name, got in digests.items() if manifest.digests else ():
         if name not in manifest.digests:
             raise TransportError(f"the manifest has no digest for {name}", tensor=name)
         if got != manifest.digests[name]:
             raise DigestMismatch(f"{name} arrived with digest {got:016x}, the trainer sent {manifest.digests[name]:016x}", tensor=name)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, digests

@@ -3,22 +3,29 @@
 Publish and pull: the trainer publishes a version once, workers open it and read. No collective, so a dead or late engine delays nobody
 and a new engine catches up by opening the current version.
 
-    auto.py  which one, and why
-    shm.py   POSIX shared memory, for engines on the trainer's host
-    ipc.py   CUDA IPC, for trainer and engines on GPUs of one host; driver.py is what it asks of CUDA
+    shm.py        POSIX shared memory, for engines on the trainer's host
+    ipc.py        CUDA IPC, for trainer and engines on GPUs of one host; driver.py is what it asks of CUDA
+
+Broadcast: the trainer sends to all workers at once, bucket by bucket. For engines on other hosts.
+
+    broadcast.py  NCCL or Gloo, over a private group of group.py
+    auto.py       which one of all these, and why
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Set
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence, Set
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from instep.errors import TransportError
-from instep.protocol import Location, Manifest, TensorMeta
+from instep.protocol import Identity, Location, Manifest, TensorMeta
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,25 @@ class Published:
     """Tensors with a NaN or an infinity. They are sent all the same."""
 
 
+class Sending(Protocol):
+    """What the trainer does while workers take a step of a push."""
+
+    async def unless(self, step: Awaitable[T]) -> T:
+        """Waits for a worker's step. Where it fails, the others' waits for bytes end too."""
+
+
 class Transport(Protocol):
+    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+        """Who will read the next publication, made of tensors on `device`. The reason why this transport cannot bring it, or None."""
+
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        """Copies every value once, cast to the dtype of its `TensorMeta`. Aliases have no value of their own.
+        """Makes a version available, each value cast to the dtype of its `TensorMeta`. Aliases have no value of their own.
 
         Raises `TransportError` where there is no room, `SourceError` where a value does not fit its description.
         """
+
+    def serving(self, step: str) -> Any:
+        """An asynchronous context with a `Sending`, for the time in which workers take the step `prepare` or `commit`."""
 
     def finish(self, published: Published) -> Published:
         """With the digests, where they were still being taken when `publish` returned."""
@@ -47,32 +67,55 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class Pull:
+    """The part of a transport whose workers read by themselves."""
+
+    @asynccontextmanager
+    async def serving(self, _: str) -> AsyncIterator[Sending]:
+        yield self
+
+    async def unless(self, step: Awaitable[T]) -> T:
+        return await step
+
+
+@dataclass(frozen=True, slots=True)
+class Me:
+    """A worker, to the transport that it reads from. timeout: seconds that it may wait for others in one step."""
+
+    incarnation: str
+    timeout: float
+
+
 class Reader(Protocol):
     """A worker's view of one published version."""
 
     arrived: bool
     """Whether the bytes can be looked through before the commit, without moving them."""
 
-    def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """A read-only view of the published bytes: writing to it is a crash."""
+    fetches: bool
+    """Whether there is anything to do before the commit."""
 
-    def digests(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        """Of bytes that have arrived."""
+    def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
+        """Does what can be done beside the engine's steps, in a thread of its own. The digests of bytes that have arrived."""
+
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
+        """The published bytes. Not to be written to."""
 
     def close(self) -> bool:
         """No view may be used afterwards. False while somebody still has one: then it can be called again."""
 
 
-def open_location(manifest: Manifest) -> Any:
+def open_location(manifest: Manifest, me: Me) -> Any:
     """The reader for a manifest. Raises `TransportError` where it cannot be opened from this process."""
+    from instep.transport.broadcast import StagedReader
     from instep.transport.ipc import IpcReader
     from instep.transport.shm import ShmReader
 
-    readers = {"shm": ShmReader, "ipc": IpcReader}
+    readers = {"shm": ShmReader, "ipc": IpcReader, "gloo": StagedReader}
     kind = manifest.location.transport
     if kind not in readers:
         raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(readers)}")
-    return readers[kind](manifest)
+    return readers[kind](manifest, me)
 
 
 def host() -> str:
@@ -82,3 +125,13 @@ def host() -> str:
             return file.read().strip()
     except OSError:
         return socket.gethostname()
+
+
+def uuid_of(device: torch.device) -> str | None:
+    """Of a GPU: the same in every process, whatever number it has there."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def elsewhere(workers: Sequence[Identity]) -> str | None:
+    """The reason against transports that stay on one host, or None."""
+    return "an engine is on another host" if any(worker.host != host() for worker in workers) else None

@@ -1,16 +1,17 @@
-"""The choice of a transport, made anew whenever something that it depends on is known, and told with its reason."""
+"""The choice of a transport, made anew for each version, and told with its reason."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence, Set
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 
 import torch
 
 from instep.errors import TransportError
 from instep.protocol import Identity, TensorMeta
-from instep.transport import Published, host
+from instep.transport import Published, Transport
+from instep.transport.broadcast import BroadcastTransport
 from instep.transport.ipc import IpcTransport
 from instep.transport.shm import ShmTransport
 
@@ -18,63 +19,80 @@ logger = logging.getLogger("instep")
 
 
 class AutoTransport:
-    """CUDA IPC where the trainer's tensors and all engines are on GPUs of one host, shared memory otherwise."""
+    """The first of its candidates that reaches every engine. They are asked from the fastest to the most general.
 
-    def __init__(self) -> None:
-        self.shm = ShmTransport()
-        self.ipc = IpcTransport()
-        self.engines: Sequence[Identity] = ()
-        self.refused: str | None = None
+    only: one of them by name, or `auto`.
+    """
+
+    def __init__(self, only: str, timeout: float) -> None:
+        every: dict[str, Transport] = {
+            "ipc": IpcTransport(),
+            "nccl": BroadcastTransport("nccl", timeout),
+            "shm": ShmTransport(),
+            "gloo": BroadcastTransport("gloo", timeout),
+        }
+        self.candidates = {name: every[name] for name in every if only in ("auto", name)}
+        self.refused: dict[str, str] = {}
+        self.used: Transport | None = None
         self.told: str | None = None
+        self.closed = False
 
-    def consider(self, engines: Sequence[Identity]) -> None:
-        self.engines = engines
+    def publish(
+        self, tensors: list[TensorMeta], values: Callable[[], Iterable[tuple[str, torch.Tensor]]], workers: Sequence[Identity]
+    ) -> Published:
+        """Raises `TransportError` with every candidate's reason where none is left, `SourceError` as `Transport.publish` does."""
+        if self.closed:
+            raise TransportError("the WeightSync was closed", next_step="make a new one")
+        device = next((value.device for _, value in values()), torch.device("cpu"))
+        against: dict[str, str] = {}
+        for name, candidate in self.candidates.items():
+            reason = self.refused.get(name) or candidate.consider(device, workers)
+            if reason is None:
+                try:
+                    published = candidate.publish(tensors, values())
+                except TransportError as error:
+                    if len(self.candidates) == 1:
+                        raise
+                    reason = str(error.args[0])
+                else:
+                    self.used = candidate
+                    self._tell(name, against)
+                    return published
+            against[name] = reason
+        raise TransportError(f"no transport reaches the engines: {_listed(against)}")
 
-    def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        values = iter(values)
-        first = next(values, None)
-        everything = values if first is None else chain([first], values)
-        against = self.refused or (why_not_ipc(first[1].device, self.engines) if first else "the source is empty")
-        if against is None:
-            held = list(everything)
-            try:
-                published = self.ipc.publish(tensors, held)
-            except TransportError as error:
-                self.give_up(error)
-                everything = iter(held)
-            else:
-                self._tell("ipc: trainer and engines are on GPUs of one host")
-                return published
-        self._tell(f"shm: {self.refused or against}")
-        return self.shm.publish(tensors, everything)
+    def give_up(self, error: TransportError) -> bool:
+        """Engines cannot open what was published last. Whether there is another candidate: the next publication takes it."""
+        *others, last = self.candidates
+        used = next((name for name in others if self.candidates[name] is self.used), None)
+        if used is None:
+            return False
+        self.refused[used] = str(error.args[0])
+        return last not in self.refused
+
+    def serving(self, step: str) -> Any:
+        assert self.used is not None
+        return self.used.serving(step)
 
     def finish(self, published: Published) -> Published:
-        return (self.ipc if published.location.transport == "ipc" else self.shm).finish(published)
-
-    def give_up(self, error: TransportError) -> None:
-        """From now on CUDA IPC is left alone."""
-        self.refused = str(error.args[0])
+        assert self.used is not None
+        return self.used.finish(published)
 
     def release_all_but(self, held: Set[str]) -> None:
-        self.shm.release_all_but(held)
+        for candidate in self.candidates.values():
+            candidate.release_all_but(held)
 
     def close(self) -> None:
-        self.shm.close()
-        self.ipc.close()
+        self.closed = True
+        for candidate in self.candidates.values():
+            candidate.close()
 
-    def _tell(self, choice: str) -> None:
+    def _tell(self, name: str, against: dict[str, str]) -> None:
+        choice = f"{name}: {_listed(against)}" if against else name
         if choice != self.told:
             logger.info("transport %s", choice)
             self.told = choice
 
 
-def why_not_ipc(source: torch.device, engines: Sequence[Identity]) -> str | None:
-    """The reason against CUDA IPC, or None."""
-    if source.type != "cuda":
-        return f"the trainer's tensors are on {source.type}"
-    for engine in engines:
-        if not engine.device.startswith("cuda"):
-            return f"an engine's worker is on {engine.device}"
-        if engine.host != host():
-            return "an engine is on another host"
-    return None
+def _listed(against: dict[str, str]) -> str:
+    return "; ".join(f"not {name}, because {reason}" for name, reason in against.items())

@@ -47,6 +47,16 @@ def find(host: str, port: int, timeout: float) -> Any:
         ) from error
 
 
+def give_up(store: Any, key: str, reason: str) -> None:
+    """Ends the waits of every rank of a group, also of one that is still being made."""
+    _write(PrefixStore(key, store), reason)
+
+
+def _write(store: Any, reason: str) -> None:
+    with suppress(Exception):
+        store.set(GAVE_UP, reason)
+
+
 class Group:
     """Rank `rank` of `size`. The constructor returns when all have come, or raises `TransportError` after `timeout` seconds.
 
@@ -138,8 +148,7 @@ class Group:
         """Ends every rank's waits. May be called from another thread."""
         if self.broken is None:
             self.broken = reason
-            with suppress(Exception):
-                self.store.set(GAVE_UP, reason)
+            _write(self.store, reason)
 
     def close(self) -> None:
         """Returns at once. A Gloo collective that is still running keeps its memory until its own deadline."""

@@ -7,15 +7,15 @@ made once for each allocation of the trainer and opened once by each worker; the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 
 from instep.digest import MASK, seed_of
 from instep.digest_cuda import Run, Table
 from instep.errors import SourceError, TransportError
-from instep.protocol import Location, Manifest, TensorMeta
-from instep.transport import Published, driver
+from instep.protocol import Identity, Location, Manifest, TensorMeta
+from instep.transport import Me, Published, Pull, driver, elsewhere
 
 EXPANDABLE = (
     "its memory is in expandable segments, which cannot be shared: unset expandable_segments in PYTORCH_ALLOC_CONF "
@@ -23,7 +23,7 @@ EXPANDABLE = (
 )
 
 
-class IpcTransport:
+class IpcTransport(Pull):
     """The trainer's side. Tensors that are not contiguous, not of the dtype to send, or no whole number of 8-byte words are staged in
     buffers on the trainer's GPU, which are kept."""
 
@@ -32,6 +32,12 @@ class IpcTransport:
         self.staged: dict[str, torch.Tensor] = {}
         self.shared: dict[str, torch.Tensor] = {}  # kept until the next publication: some were made for this one
         self.table: tuple[object, Table, list[TensorMeta]] | None = None
+
+    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+        if device.type != "cuda":
+            return f"the trainer's tensors are on {device.type}"
+        other = next((worker.device for worker in workers if not worker.device.startswith("cuda")), None)
+        return f"an engine's worker is on {other}" if other else elsewhere(workers)
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
         metas = {meta.name: meta for meta in tensors if not meta.alias_of}
@@ -49,6 +55,7 @@ class IpcTransport:
             offsets={name: tensor.data_ptr() - bases[name][0] for name, tensor in shared.items()},
             handles=list(self.handles.values()),
             handle_of={name: order[bases[name][0]] for name in shared},
+            live=True,
         )
         self._sum_up(shared, metas, device)
         return Published(location, {})
@@ -112,9 +119,9 @@ OPENED: dict[bytes, int] = {}
 class IpcReader:
     """A worker's side, on the worker's current device. Addresses stay mapped from version to version, in `OPENED`."""
 
-    arrived = False
+    arrived = fetches = False
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, _: Me) -> None:
         if not torch.cuda.is_available():
             raise TransportError("this worker has no GPU: CUDA IPC cannot reach it")
         self.location = manifest.location
@@ -147,8 +154,9 @@ class IpcReader:
             self.sums[meta.name] = table.result()[0][0]
         return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
-    def digests(self, tensors: list[TensorMeta]) -> dict[str, int]:  # noqa: ARG002
-        raise TransportError("bytes that are pulled in the commit are proved there")
+    def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
+        """Nothing: bytes are pulled, and summed up, in the commit."""
+        return {}
 
     def close(self) -> bool:
         return True

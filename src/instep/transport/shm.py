@@ -15,10 +15,9 @@ import re
 import stat
 import tempfile
 import uuid
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -26,13 +25,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from instep.digest import BLOCK_BYTES, CHUNK, Bytes, cores, digests, non_finite
+from instep.digest import CHUNK, Bytes, cores, digests, non_finite
 from instep.errors import SourceError, TransportError
-from instep.protocol import Location, Manifest, TensorMeta
-from instep.transport import Published
+from instep.plan.buckets import layout, padded
+from instep.protocol import Identity, Location, Manifest, TensorMeta
+from instep.transport import Me, Published, Pull, elsewhere
+from instep.transport.mapped import Mapped
 
 NAME = re.compile(r"instep-[0-9a-f]{32}")
-ALIGN = BLOCK_BYTES  # so that digests of all tensors are taken in one pass over the segment
 BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
 
 
@@ -58,21 +58,7 @@ def sweep() -> list[str]:
     return removed
 
 
-def padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def layout(tensors: Iterable[TensorMeta]) -> tuple[dict[str, int], int]:
-    """Byte offset of each tensor that is not an alias, and the size of the segment."""
-    offsets, end = {}, 0
-    for meta in tensors:
-        if not meta.alias_of:
-            offsets[meta.name] = end
-            end += padded(meta.nbytes)
-    return offsets, end
-
-
-class ShmTransport:
+class ShmTransport(Pull):
     """The trainer's side. One segment per version; `release_all_but` hands segments over to the next version."""
 
     def __init__(self) -> None:
@@ -82,9 +68,10 @@ class ShmTransport:
         self.pool = ThreadPoolExecutor(max_workers=cores())
         self._at_exit = weakref.finalize(self, _close, self.segments, self.free, os.getpid())
 
+    def consider(self, _: torch.device, workers: Sequence[Identity]) -> str | None:
+        return elsewhere(workers)
+
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        if not self._at_exit.alive:
-            raise TransportError("the WeightSync was closed", next_step="make a new one")
         offsets, size = layout(tensors)
         by_name = {meta.name: meta for meta in tensors if not meta.alias_of}
         segment = self._segment(size)
@@ -211,12 +198,10 @@ class _Segment:
             self.map.close()
 
 
-class ShmReader:
-    """A worker's side: the segment of one manifest, mapped read-only."""
+class ShmReader(Mapped):
+    """A worker's side: the segment of one manifest."""
 
-    arrived = True
-
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, _: Me) -> None:
         location = manifest.location
         if not NAME.fullmatch(location.address):
             raise TransportError(f"{location.address!r} is not a segment's name")
@@ -231,34 +216,6 @@ class ShmReader:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode) or found.st_size < location.nbytes:
                 raise TransportError(f"segment {location.address} has {found.st_size} bytes, the manifest says {location.nbytes}")
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # one walk instead of a fault for each page
-            self.map = mmap.mmap(file, max(location.nbytes, 1), flags, mmap.PROT_READ)
+            super().__init__(manifest, file)
         finally:
             os.close(file)
-        self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
-        self.offsets = location.offsets
-        self.size = location.nbytes
-        for meta in manifest.tensors:
-            at = self.offsets.get(meta.alias_of or meta.name, -1)
-            if at < 0 or at % ALIGN or at + padded(meta.nbytes) > location.nbytes:
-                self.close()
-                raise TransportError(f"the manifest places {meta.name} outside its segment", tensor=meta.name)
-
-    def digests(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        return digests(self.bytes[: self.size], tensors, self.offsets)
-
-    def data(self, meta: TensorMeta) -> Bytes:
-        at = self.offsets[meta.alias_of or meta.name]
-        return self.bytes[at : at + meta.nbytes]
-
-    def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(self.data(meta)) if meta.nbytes else torch.empty(0, dtype=torch.uint8)
-        return flat.view(getattr(torch, meta.dtype)).view(meta.shape)
-
-    def close(self) -> bool:
-        self.bytes = np.empty(0, np.uint8)
-        with suppress(BufferError):
-            self.map.close()
-        return self.map.closed

@@ -1,0 +1,58 @@
+"""Where a version's tensors lie in one run of bytes, and how that run is cut into buckets. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from instep.digest import BLOCK_BYTES
+from instep.protocol import TensorMeta
+
+ALIGN = BLOCK_BYTES  # so that digests of all tensors are taken in one pass, and no block lies in two buckets
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def layout(tensors: Iterable[TensorMeta]) -> tuple[dict[str, int], int]:
+    """Byte offset of each tensor that is not an alias, one after the other, and the bytes of all."""
+    offsets, end = {}, 0
+    for meta in tensors:
+        if not meta.alias_of:
+            offsets[meta.name] = end
+            end += padded(meta.nbytes)
+    return offsets, end
+
+
+def buckets(size: int, limit: int) -> list[tuple[int, int]]:
+    """Intervals of at most `limit` bytes, a multiple of ALIGN, that cover `size` bytes."""
+    return [(low, min(low + limit, size)) for low in range(0, size, limit)]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start` to `stop` of a tensor, which lie at byte `at` of a bucket."""
+
+    meta: TensorMeta
+    start: int
+    stop: int
+    at: int
+
+
+def pieces(tensors: Sequence[TensorMeta], limit: int) -> Iterator[list[Piece]]:
+    """The contents of each bucket, in the order in which `layout` puts the tensors. A tensor may reach over several."""
+    offsets, size = layout(tensors)
+    waiting = [meta for meta in tensors if not meta.alias_of]
+    for low, high in buckets(size, limit):
+        found = []
+        while waiting and offsets[waiting[0].name] < high:
+            meta = waiting[0]
+            at = offsets[meta.name]
+            start, stop = max(low - at, 0), min(high - at, meta.nbytes)
+            if start < stop:
+                found.append(Piece(meta, start, stop, at + start - low))
+            if at + padded(meta.nbytes) > high:
+                break
+            waiting.pop(0)
+        yield found

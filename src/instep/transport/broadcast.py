@@ -1,0 +1,295 @@
+"""Broadcast over a private group, for engines on other hosts: the trainer is rank 0, the workers of all engines follow in their order.
+
+The version is one run of bytes (`plan.buckets.layout`), sent in buckets. Two of them are under way at a time: while one travels the next is
+packed, and the one before is looked through. Nobody holds more than two, except where a version is staged:
+
+Gloo sends in `prepare`, into memory of each worker's own, while engines go on generating: a peer that dies leaves every engine with what
+it served. NCCL sends in `commit`, between two engine steps, straight into live parameters: there is no room for a second model on a
+GPU, and its collectives must not run beside the engine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+import tempfile
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from instep.errors import InstepError, SourceError, TransportError
+from instep.plan.buckets import buckets, layout, padded
+from instep.protocol import Identity, Location, Manifest, TensorMeta
+from instep.transport import Me, Published, Sending, elsewhere, uuid_of
+from instep.transport.group import Group, address_towards, find, give_up, serve
+from instep.transport.mapped import Mapped
+from instep.transport.tally import DeviceTally, HostTally, Result, Tally
+
+T = TypeVar("T")
+Values = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """bucket: bytes, the fastest seen. step: in which step of a push the bytes travel."""
+
+    bucket: int
+    step: str
+    on_gpu: bool
+
+
+WAYS = {"gloo": Way(32 << 20, "prepare", on_gpu=False), "nccl": Way(256 << 20, "commit", on_gpu=True)}
+
+
+class BroadcastTransport:
+    """The trainer's side. The group is made anew when a worker comes, goes or restarts, and after a failure."""
+
+    def __init__(self, backend: str, timeout: float) -> None:
+        self.backend, self.timeout, self.way = backend, timeout, WAYS[backend]
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"instep-{backend}")
+        self.store: Any = None
+        self.group: Group | None = None
+        self.key = ""
+        self.ranks: dict[str, int] = {}
+        self.wanted: dict[str, int] = {}
+        self.device = torch.device("cpu")
+        self.local = True
+        self.rooms: list[torch.Tensor] = []
+        self.tally: tuple[str, DeviceTally] | None = None
+        self.waiting: tuple[list[TensorMeta], Values] | None = None
+        self.sent: Future[Result] = Future()
+        self.running: Future[Any] | None = None
+
+    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+        self.wanted = {worker.incarnation: 1 + index for index, worker in enumerate(workers)}
+        self.local = elsewhere(workers) is None
+        if not self.way.on_gpu:
+            return None
+        self.device = device
+        gpus = [uuid_of(device), *(worker.gpu for worker in workers)]
+        if None in gpus:
+            return "the trainer or an engine is not on a GPU"
+        return "two of trainer and workers share a GPU" if len(set(gpus)) < len(gpus) else None
+
+    def publish(self, tensors: list[TensorMeta], values: Values) -> Published:
+        """Nothing is copied yet: the trainer must not change its weights before the push is over."""
+        host = "127.0.0.1" if self.local else own_address()
+        if self.store is None or self.store.host != host:
+            self.store = serve(host)
+        if self.group is None or self.group.broken or self.ranks != self.wanted:
+            self._leave()
+            self.key, self.ranks = uuid.uuid4().hex, self.wanted
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the trainer may compute on any stream
+        self.waiting, self.sent = (tensors, values), Future()
+        offsets, size = layout(tensors)
+        address = f"{self.key}@{host}@{self.store.port}"
+        location = Location(self.backend, address, size, offsets, bucket=self.way.bucket, ranks=self.ranks, live=True)
+        return Published(location, {})
+
+    @asynccontextmanager
+    async def serving(self, step: str) -> AsyncIterator[Sending]:
+        """While workers take a step the trainer takes its part of it, in a thread."""
+        self.running = self.thread.submit(self._take_part, step)
+        try:
+            yield self
+        except BaseException:
+            self._give_up("the push was cancelled")
+            raise
+        finally:
+            while not self.running.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.0005)
+        if isinstance(failure := self.running.result(), SourceError):
+            raise failure
+
+    async def unless(self, step: Awaitable[T]) -> T:
+        try:
+            return await step
+        except InstepError as error:
+            self._give_up(str(error.args[0]))
+            raise
+
+    def finish(self, published: Published) -> Published:
+        digests, flagged = self.sent.result(timeout=self.timeout)
+        return Published(published.location, digests, flagged)
+
+    def release_all_but(self, held: Set[str]) -> None:
+        """The memory is the trainer's own."""
+
+    def close(self) -> None:
+        self._leave()
+        self.thread.shutdown(wait=False)
+        self.store, self.waiting, self.tally = None, None, None
+        self.rooms.clear()
+
+    def _leave(self) -> None:
+        if self.group is not None:
+            self.group.close()
+        self.group = None
+
+    def _give_up(self, reason: str) -> None:
+        """The group is of no more use after that; one that has sent everything is left alone."""
+        if self.running is not None and not self.running.done():
+            self._end_group(reason)
+
+    def _end_group(self, reason: str) -> None:
+        if self.group is not None:
+            self.group.give_up(reason)
+        else:
+            give_up(self.store, self.key, reason)
+
+    def _take_part(self, step: str) -> InstepError | None:
+        try:
+            if self.group is None:
+                self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
+            if step == self.way.step:
+                with torch.no_grad():
+                    self.sent.set_result(self._send(self.group))
+        except Exception as error:
+            self._end_group(str(error.args[0]) if error.args else repr(error))
+            failure = error if isinstance(error, InstepError) else TransportError(f"the trainer cannot send: {error!r}")
+            if not self.sent.done():
+                self.sent.set_exception(failure)
+            return failure
+        return None
+
+    def _send(self, group: Group) -> Result:
+        assert self.waiting is not None
+        (tensors, values), self.waiting = self.waiting, None
+        group.begin(self.timeout)
+        tally = self._tally(tensors)
+        under_way: deque[Any] = deque()
+
+        def room(index: int, size: int) -> torch.Tensor:
+            if len(under_way) == 2:
+                group.wait(under_way.popleft())
+            return self._room(index, size)
+
+        for index, bucket in enumerate(pack(tensors, values, self.way.bucket, room)):
+            under_way.append(group.broadcast(bucket))
+            tally.add(index, bucket)
+        while under_way:
+            group.wait(under_way.popleft())
+        group.settle()
+        return tally.result()
+
+    def _tally(self, tensors: list[TensorMeta]) -> Tally:
+        return HostTally(tensors, self.way.bucket, flags=True)
+
+    def _room(self, index: int, size: int) -> torch.Tensor:
+        if len(self.rooms) <= index % 2:
+            self.rooms.append(torch.empty(self.way.bucket, dtype=torch.uint8, device=self.device))
+        return self.rooms[index % 2][:size]
+
+
+def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Fills buckets with the bytes of `values`, which come in the order of `tensors`, each cast to the dtype of its description.
+
+    room: gives the memory for bucket `index`, a flat tensor of `size` bytes; it may be given again two buckets later.
+    Raises `SourceError` where a value is not the one that is described.
+    """
+    edges = iter(buckets(layout(tensors)[1], limit))
+    given, index, filled, bucket = iter(values), -1, 0, torch.empty(0)
+    for meta in (meta for meta in tensors if not meta.alias_of):
+        name, value = next(given, ("nothing", None))
+        if value is None or name != meta.name or tuple(value.shape) != meta.shape:
+            raise SourceError(f"the source gave {name} where its metadata has {meta.name} {list(meta.shape)}", tensor=meta.name)
+        data = value.detach().to(getattr(torch, meta.dtype)).contiguous().reshape(-1).view(torch.uint8)
+        at, end = 0, padded(meta.nbytes)
+        while at < end:
+            if filled == len(bucket):
+                if index >= 0:
+                    yield bucket
+                low, high = next(edges)
+                index, filled, bucket = index + 1, 0, room(index + 1, high - low)
+            step = min(end - at, len(bucket) - filled)
+            here = min(step, max(meta.nbytes - at, 0))
+            bucket[filled : filled + here].copy_(data[at : at + here])
+            bucket[filled + here : filled + step].zero_()
+            at, filled = at + step, filled + step
+    if (extra := next(given, None)) is not None:
+        raise SourceError(f"the source gave {extra[0]}, which its metadata does not have", tensor=extra[0])
+    if index >= 0:
+        yield bucket
+
+
+def receive(group: Group, count: int, room: Callable[[int], torch.Tensor]) -> Iterator[int]:
+    """The index of each bucket when it is there; the next one is under way by then. room: as in `pack`."""
+    under_way: deque[Any] = deque()
+    for index in range(count):
+        under_way.append(group.broadcast(room(index)))
+        if len(under_way) == 2:
+            group.wait(under_way.popleft())
+            yield index - 1
+    for left in range(len(under_way), 0, -1):
+        group.wait(under_way.popleft())
+        yield count - left
+
+
+JOINED: dict[str, tuple[str, Group]] = {}
+"""The group of each worker of this process, by its incarnation, with the address it was found at."""
+
+
+def join(location: Location, me: Me, device: torch.device) -> Group:
+    """The group that a version is sent to; joined anew when the trainer has made another."""
+    if me.incarnation not in location.ranks:
+        raise TransportError("this worker is not in the group that the version is sent to: it was restarted meanwhile. Push again")
+    address, group = JOINED.get(me.incarnation, ("", None))
+    if group is None or group.broken or address != location.address:
+        if group is not None:
+            group.close()
+        key, host, port = location.address.split("@")
+        store = find(host, int(port), me.timeout)
+        size = 1 + len(location.ranks)
+        group = Group(location.transport, store, key, location.ranks[me.incarnation], size, device, me.timeout)
+        JOINED[me.incarnation] = location.address, group
+    return group
+
+
+class StagedReader(Mapped):
+    """A worker's side where versions are staged in memory of its own."""
+
+    def __init__(self, manifest: Manifest, me: Me) -> None:
+        self.location, self.me, self.tensors = manifest.location, me, manifest.tensors
+        file = _anonymous_file(self.location.nbytes)
+        try:
+            super().__init__(manifest, file)
+            self.room = torch.from_numpy(np.frombuffer(mmap.mmap(file, max(self.size, 1)), np.uint8))
+        finally:
+            os.close(file)
+
+    def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
+        group = join(self.location, self.me, torch.device("cpu"))
+        group.begin(self.me.timeout)
+        parts = [self.room[low:high] for low, high in buckets(self.size, self.location.bucket)]
+        tally = HostTally(self.tensors, self.location.bucket, flags=False)
+        for index in receive(group, len(parts), parts.__getitem__):
+            tally.add(index, parts[index])
+        del self.room
+        return tally.result()[0]
+
+
+def _anonymous_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("instep")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, max(size, 1))
+    return file
+
+
+def own_address() -> str:
+    """Where other hosts find this one: what the launcher says of rank 0, or the interface of the default route."""
+    given = os.environ.get("MASTER_ADDR", "")
+    resolved = socket.gethostbyname(given) if given else "127.0.0.1"
+    return address_towards("192.0.2.1") if resolved.startswith("127.") else resolved

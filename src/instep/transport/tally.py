@@ -1,0 +1,75 @@
+"""Digests of a version that passes by in buckets, and which of its tensors hold a number that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from instep.digest import BLOCK_BYTES, MASK, all_flags, all_sums, from_flags, from_sums, seed_of
+from instep.digest_cuda import Run, Table
+from instep.plan.buckets import layout, pieces
+from instep.protocol import TensorMeta
+
+Result = tuple[dict[str, int], tuple[str, ...]]
+
+
+class Tally(Protocol):
+    def add(self, index: int, bucket: torch.Tensor) -> None:
+        """Bucket `index` is complete: a flat tensor of bytes, laid out as `plan.buckets.pieces` says, zeros between tensors."""
+
+    def result(self) -> Result:
+        """When every bucket was added. Digest of each tensor by name; names of those that are not finite."""
+
+
+class HostTally:
+    """flags: whether numbers that are not finite are looked for."""
+
+    def __init__(self, tensors: Sequence[TensorMeta], limit: int, *, flags: bool) -> None:
+        self.own = [meta for meta in tensors if not meta.alias_of]
+        self.offsets, size = layout(tensors)
+        self.blocks = limit // BLOCK_BYTES
+        self.sums = np.zeros(size // BLOCK_BYTES, np.uint64)
+        self.flags = {dtype: np.zeros(len(self.sums), np.bool_) for dtype in {meta.dtype for meta in self.own}} if flags else {}
+
+    def add(self, index: int, bucket: torch.Tensor) -> None:
+        data = bucket.numpy()
+        here = slice(index * self.blocks, index * self.blocks + data.size // BLOCK_BYTES)
+        self.sums[here] = all_sums(data)
+        for dtype, flags in self.flags.items():
+            flags[here] = all_flags(data, dtype)
+
+    def result(self) -> Result:
+        flagged = from_flags(self.flags, self.own, self.offsets) if self.flags else []
+        return from_sums(self.sums, self.own, self.offsets), tuple(flagged)
+
+
+class DeviceTally:
+    """The same on a GPU. Bucket `index` must always lie where it lay when its first version was added."""
+
+    def __init__(self, tensors: Sequence[TensorMeta], limit: int) -> None:
+        self.own = [meta for meta in tensors if not meta.alias_of]
+        self.pieces = list(pieces(tensors, limit))
+        self.tables: dict[int, Table] = {}
+
+    def add(self, index: int, bucket: torch.Tensor) -> None:
+        if index not in self.tables:
+            base = bucket.data_ptr()
+            runs = []
+            for slot, piece in enumerate(self.pieces[index]):
+                words = -(-(piece.stop - piece.start) // 8)
+                runs.append(Run(base + piece.at, 0, 1, words, words, words, piece.start // 8, seed_of(piece.meta), slot, piece.meta.dtype))
+            self.tables[index] = Table(runs, len(runs), bucket.device, copy=False)
+        self.tables[index].launch()
+
+    def result(self) -> Result:
+        digests = {meta.name: seed_of(meta) for meta in self.own}
+        flagged: dict[str, None] = {}
+        for index, table in self.tables.items():
+            for piece, part, flag in zip(self.pieces[index], *table.result(), strict=True):
+                digests[piece.meta.name] = (digests[piece.meta.name] + part) & MASK
+                if flag:
+                    flagged[piece.meta.name] = None
+        return digests, tuple(flagged)
