@@ -31,9 +31,8 @@ def test_away_and_back_are_the_same_tokens_and_log_probabilities(llm: Any) -> No
         sync.push("away")
         assert greedy(llm, PROMPTS) != from_disk
         model.load_state_dict(tiny("qwen3", 2).state_dict())
-        receipt = sync.push("back")
+        sync.push("back")
         assert greedy(llm, PROMPTS) == from_disk
-        assert receipt.engines[0].reload == {}
 
 
 DIES = textwrap.dedent("""

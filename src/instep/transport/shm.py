@@ -72,6 +72,8 @@ class ShmTransport(Pull):
         return elsewhere(workers)
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
+        if not self._at_exit.alive:
+            raise TransportError("the WeightSync was closed", next_step="make a new one")
         offsets, size = layout(tensors)
         by_name = {meta.name: meta for meta in tensors if not meta.alias_of}
         segment = self._segment(size)
