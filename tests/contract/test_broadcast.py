@@ -19,9 +19,10 @@ from toys import checkpoint
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineLost, EngineTimeout, InstepError, SourceError, TransportError
 from instep.source.module import MappingSource
-from instep.transport import broadcast
+from instep.transport import broadcast, incoming
 from instep.transport.broadcast import Way
 from instep.transport.group import Group, find, serve
+from instep.transport.tally import HostTally, Result
 
 CPU = torch.device("cpu")
 
@@ -59,12 +60,11 @@ def test_a_number_that_is_not_finite_is_named() -> None:
 
 
 def test_bytes_that_change_on_the_way_are_refused_before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Bent(broadcast.HostTally):
-        def result(self) -> broadcast.Result:
-            digests, flagged = super().result()
-            return digests | ({} if self.flags else {"model.norm.weight": 1}), flagged
+    class Bent(HostTally):
+        def result(self) -> Result:
+            return super().result()[0] | {"model.norm.weight": 1}, ()
 
-    monkeypatch.setattr(broadcast, "HostTally", Bent)
+    monkeypatch.setattr(incoming, "HostTally", Bent)
     engine = MemoryEngine(checkpoint(0))
     with WeightSync(checkpoint(1), [engine], transport="gloo") as sync:
         with pytest.raises(InstepError, match=r"model\.norm\.weight arrived with digest 0000000000000001") as caught:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from instep.digest import digest
 from instep.errors import SourceError
-from instep.plan.buckets import ALIGN, buckets, layout, pieces
+from instep.plan.buckets import ALIGN, buckets, cut, layout, pieces
 from instep.protocol import ITEM_BYTES, TensorMeta
 from instep.transport.broadcast import pack
 from instep.transport.tally import HostTally
@@ -94,3 +94,25 @@ def test_a_source_that_breaks_its_word(given: list[tuple[str, torch.Tensor]], te
     with pytest.raises(SourceError) as caught:
         run_of([A, B], given, ALIGN)
     assert caught.value.tensor == tensor
+
+
+@given(
+    first=st.integers(0, 40),
+    rows=st.integers(0, 6),
+    row=st.integers(0, 9),
+    gap=st.integers(0, 7),
+    limit=st.integers(1, 23),
+    size=st.just(150),
+)
+def test_a_strided_run_is_cut_into_pieces_that_make_it_up(first: int, rows: int, row: int, gap: int, limit: int, size: int) -> None:
+    stride = row + gap or 1
+    expected = [(r, c) for r in range(rows) for c in range(row)]
+    found = []
+    for low in range(0, size, limit):
+        for r, c, count, words in cut(first, rows, row, stride, low, low + limit):
+            assert count > 0
+            assert words > 0
+            here = [(r + i, c + j) for i in range(count) for j in range(words)]
+            assert all(low <= first + i * stride + j < low + limit for i, j in here)
+            found += here
+    assert sorted(found) == expected

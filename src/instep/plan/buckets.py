@@ -56,3 +56,25 @@ def pieces(tensors: Sequence[TensorMeta], limit: int) -> Iterator[list[Piece]]:
                 break
             waiting.pop(0)
         yield found
+
+
+def cut(first: int, rows: int, row: int, stride: int, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
+    """What of a strided run lies in the interval from `low` to `high`.
+
+    The run has `rows` rows of `row` words, which begin at `first` and then `stride` words apart; rows do not overlap. Yields (index of a
+    row, column in it, number of rows from it on, words of each from that column on): whole rows together, rows that are cut alone.
+    """
+    if not rows or not row:
+        return
+    begin = max(0, (low - first - row) // stride + 1)
+    end = min(rows, -((first - high) // stride))
+    while begin < end:
+        at = first + begin * stride
+        left, right = max(low - at, 0), min(high - at, row)
+        if left == 0 and right == row:
+            whole = min(end, (high - first - row) // stride + 1) - begin
+            yield begin, 0, whole, row
+            begin += whole
+        else:
+            yield begin, left, 1, right - left
+            begin += 1

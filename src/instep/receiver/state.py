@@ -146,7 +146,7 @@ class Receiver:
         if {meta.name: (meta.shape, meta.alias_of) for meta in manifest.tensors} != self.expected:
             raise PlanError("the manifest's tensors are not those of the plan. Push again")
         self._drop()
-        reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout))
+        reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout, self.host.device))
         arrival: Future[tuple[float, dict[str, int]]] = Future()
         if reader.fetches:
             arrival = self.checker.submit(check_arrival, manifest, reader)

@@ -8,7 +8,7 @@ and a new engine catches up by opening the current version.
 
 Broadcast: the trainer sends to all workers at once, bucket by bucket. For engines on other hosts.
 
-    broadcast.py  NCCL or Gloo, over a private group of group.py
+    broadcast.py  NCCL or Gloo, over a private group of group.py; incoming.py is the workers' side
     auto.py       which one of all these, and why
 """
 
@@ -80,10 +80,11 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Me:
-    """A worker, to the transport that it reads from. timeout: seconds that it may wait for others in one step."""
+    """A worker, to the transport that it reads from. timeout: seconds that it may wait for others in one step. device: PyTorch's name."""
 
     incarnation: str
     timeout: float
+    device: str = "cpu"
 
 
 class Reader(Protocol):
@@ -107,11 +108,11 @@ class Reader(Protocol):
 
 def open_location(manifest: Manifest, me: Me) -> Any:
     """The reader for a manifest. Raises `TransportError` where it cannot be opened from this process."""
-    from instep.transport.broadcast import StagedReader
+    from instep.transport.incoming import StagedReader, StreamReader
     from instep.transport.ipc import IpcReader
     from instep.transport.shm import ShmReader
 
-    readers = {"shm": ShmReader, "ipc": IpcReader, "gloo": StagedReader}
+    readers = {"shm": ShmReader, "ipc": IpcReader, "gloo": StagedReader, "nccl": StreamReader}
     kind = manifest.location.transport
     if kind not in readers:
         raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(readers)}")

@@ -11,10 +11,8 @@ GPU, and its collectives must not run beside the engine's own.
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import socket
-import tempfile
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
@@ -23,15 +21,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from instep.errors import InstepError, SourceError, TransportError
 from instep.plan.buckets import buckets, layout, padded
-from instep.protocol import Identity, Location, Manifest, TensorMeta
-from instep.transport import Me, Published, Sending, elsewhere, uuid_of
-from instep.transport.group import Group, address_towards, find, give_up, serve
-from instep.transport.mapped import Mapped
+from instep.protocol import Identity, Location, TensorMeta
+from instep.transport import Published, Sending, elsewhere, uuid_of
+from instep.transport.group import Group, address_towards, give_up, serve
 from instep.transport.tally import DeviceTally, HostTally, Result, Tally
 
 T = TypeVar("T")
@@ -47,7 +43,7 @@ class Way:
     on_gpu: bool
 
 
-WAYS = {"gloo": Way(32 << 20, "prepare", on_gpu=False), "nccl": Way(256 << 20, "commit", on_gpu=True)}
+WAYS = {"gloo": Way(32 << 20, "prepare", on_gpu=False), "nccl": Way(128 << 20, "commit", on_gpu=True)}
 
 
 class BroadcastTransport:
@@ -64,7 +60,7 @@ class BroadcastTransport:
         self.device = torch.device("cpu")
         self.local = True
         self.rooms: list[torch.Tensor] = []
-        self.tally: tuple[str, DeviceTally] | None = None
+        self.tally: DeviceTally | None = None
         self.waiting: tuple[list[TensorMeta], Values] | None = None
         self.sent: Future[Result] = Future()
         self.running: Future[Any] | None = None
@@ -152,7 +148,7 @@ class BroadcastTransport:
             if self.group is None:
                 self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
             if step == self.way.step:
-                with torch.no_grad():
+                with torch.no_grad(), torch.cuda.device(self.device if self.way.on_gpu else -1):
                     self.sent.set_result(self._send(self.group))
         except Exception as error:
             self._end_group(str(error.args[0]) if error.args else repr(error))
@@ -183,7 +179,11 @@ class BroadcastTransport:
         return tally.result()
 
     def _tally(self, tensors: list[TensorMeta]) -> Tally:
-        return HostTally(tensors, self.way.bucket, flags=True)
+        if not self.way.on_gpu:
+            return HostTally(tensors, self.way.bucket, flags=True)
+        if self.tally is None or self.tally.tensors != tensors:
+            self.tally = DeviceTally(tensors, self.way.bucket)
+        return self.tally
 
     def _room(self, index: int, size: int) -> torch.Tensor:
         if len(self.rooms) <= index % 2:
@@ -220,72 +220,6 @@ def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callab
         raise SourceError(f"the source gave {extra[0]}, which its metadata does not have", tensor=extra[0])
     if index >= 0:
         yield bucket
-
-
-def receive(group: Group, count: int, room: Callable[[int], torch.Tensor]) -> Iterator[int]:
-    """The index of each bucket when it is there; the next one is under way by then. room: as in `pack`."""
-    under_way: deque[Any] = deque()
-    for index in range(count):
-        under_way.append(group.broadcast(room(index)))
-        if len(under_way) == 2:
-            group.wait(under_way.popleft())
-            yield index - 1
-    for left in range(len(under_way), 0, -1):
-        group.wait(under_way.popleft())
-        yield count - left
-
-
-JOINED: dict[str, tuple[str, Group]] = {}
-"""The group of each worker of this process, by its incarnation, with the address it was found at."""
-
-
-def join(location: Location, me: Me, device: torch.device) -> Group:
-    """The group that a version is sent to; joined anew when the trainer has made another."""
-    if me.incarnation not in location.ranks:
-        raise TransportError("this worker is not in the group that the version is sent to: it was restarted meanwhile. Push again")
-    address, group = JOINED.get(me.incarnation, ("", None))
-    if group is None or group.broken or address != location.address:
-        if group is not None:
-            group.close()
-        key, host, port = location.address.split("@")
-        store = find(host, int(port), me.timeout)
-        size = 1 + len(location.ranks)
-        group = Group(location.transport, store, key, location.ranks[me.incarnation], size, device, me.timeout)
-        JOINED[me.incarnation] = location.address, group
-    return group
-
-
-class StagedReader(Mapped):
-    """A worker's side where versions are staged in memory of its own."""
-
-    def __init__(self, manifest: Manifest, me: Me) -> None:
-        self.location, self.me, self.tensors = manifest.location, me, manifest.tensors
-        file = _anonymous_file(self.location.nbytes)
-        try:
-            super().__init__(manifest, file)
-            self.room = torch.from_numpy(np.frombuffer(mmap.mmap(file, max(self.size, 1)), np.uint8))
-        finally:
-            os.close(file)
-
-    def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
-        group = join(self.location, self.me, torch.device("cpu"))
-        group.begin(self.me.timeout)
-        parts = [self.room[low:high] for low, high in buckets(self.size, self.location.bucket)]
-        tally = HostTally(self.tensors, self.location.bucket, flags=False)
-        for index in receive(group, len(parts), parts.__getitem__):
-            tally.add(index, parts[index])
-        del self.room
-        return tally.result()[0]
-
-
-def _anonymous_file(size: int) -> int:
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("instep")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, max(size, 1))
-    return file
 
 
 def own_address() -> str:

@@ -70,6 +70,7 @@ class Group:
         self.store = PrefixStore(key, store)
         self.timeout = timeout
         self.broken: str | None = None
+        self.rooms: list[torch.Tensor] = []
         self.started = time.monotonic()
         self._looked = 0.0
         try:
@@ -151,9 +152,11 @@ class Group:
             _write(self.store, reason)
 
     def close(self) -> None:
-        """Returns at once. A Gloo collective that is still running keeps its memory until its own deadline."""
+        """A Gloo collective that is still running cannot be ended: it keeps its memory until its own deadline, in a thread."""
         self.broken = self.broken or "it was closed"
-        threading.Thread(target=_abort, args=[[vars(self).pop("_group", None)]], daemon=True).start()
+        ending = threading.Thread(target=_abort, args=[[vars(self).pop("_group", None)]], daemon=True)
+        ending.start()
+        ending.join(1.0)  # a process that ends while NCCL is being torn down crashes
 
     def _break(self, what: str, error: BaseException) -> TransportError:
         if isinstance(error, TransportError) and self.broken:

@@ -50,6 +50,7 @@ class DeviceTally:
     """The same on a GPU. Bucket `index` must always lie where it lay when its first version was added."""
 
     def __init__(self, tensors: Sequence[TensorMeta], limit: int) -> None:
+        self.tensors = tensors
         self.own = [meta for meta in tensors if not meta.alias_of]
         self.pieces = list(pieces(tensors, limit))
         self.tables: dict[int, Table] = {}
