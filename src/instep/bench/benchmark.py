@@ -1,0 +1,100 @@
+"""The run from beginning to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from instep.bench.copies import copies
+from instep.bench.limits import broadcast_limits, copy_limit, messages
+from instep.bench.machine import setting
+from instep.bench.measure import Bench, failed
+from instep.bench.memory import trim
+from instep.bench.report import rate, size, time
+from instep.bench.results import Copy, Limit, Results, Row
+from instep.bench.stages import Stage, stages
+from instep.bench.subjects import Subject
+from instep.bench.trainer import Trainer
+from instep.bench.waits import Late, bounded
+
+
+class Benchmark:
+    """say: is told of each result as it comes."""
+
+    def __init__(self, shapes: str, repeats: int, say: Callable[[str], object]) -> None:
+        self.shapes, self.repeats, self.say = shapes, repeats, say
+        self.devices = [f"cuda:{device}" for device in range(min(2, torch.cuda.device_count()))] or ["cpu"]
+        say(f"making random weights of {shapes} on {self.devices[0]}")
+        self.trainer = Trainer(shapes, self.devices[0])
+        self.setting = setting(shapes, self.trainer, repeats)
+        self.limits: list[Limit] = []
+        self.rows: list[Row] = []
+        self.copies: list[Copy] = []
+        self.notes: list[str] = []
+
+    def run(self, scratch: Path) -> Results:
+        """scratch: a directory for as long as it lasts."""
+        plan = stages(self.shapes, self.trainer, scratch)
+        for stage in plan:
+            self.attempt(f"the {stage.copy} to {stage.engine}", partial(self.copy_limit, stage))
+        for stage in plan:
+            self.play(stage)
+        for device in self.devices:  # last, and across GPUs last of all: a kernel that fails ends CUDA in this process
+            self.attempt(f"copies to {device}", partial(self.copy_methods, device))
+        return Results(setting=self.setting, limits=self.limits, rows=self.rows, copies=self.copies, notes=self.notes)
+
+    def copy_limit(self, stage: Stage) -> None:
+        self.found(copy_limit(stage.copy, stage.engine, self.trainer.device, stage.device, messages(self.trainer.nbytes)[-1]))
+        trim()
+
+    def broadcast_limits(self, name: str, backend: str, subject: Subject) -> None:
+        for limit in broadcast_limits(name, subject, self.trainer.device, backend, self.trainer.nbytes):
+            self.found(limit)
+
+    def play(self, stage: Stage) -> None:
+        """Every way of the stage becomes a row, whatever happens."""
+        self.say(f"starting an engine on {stage.engine}")
+        waiting = list(stage.ways)
+        try:
+            with stage.started() as subject:
+                bench = Bench(self.trainer, subject, self.repeats)
+                if stage.broadcast is not None:
+                    bench.lost = self.attempt(stage.broadcast[0], partial(self.broadcast_limits, *stage.broadcast, subject))
+                while waiting:
+                    self.tell(bench.measure(waiting[0]))
+                    del waiting[0]
+        except Exception as error:  # at the engine's start, or at its end
+            self.notes.append(f"engine on {stage.engine}: {type(error).__name__}: {error}")
+            for way in waiting:
+                self.tell(failed(way, stage.engine, error))
+        self.attempt("the trainer's GPU", trim)  # the next engine must not see memory become free while it starts
+
+    def copy_methods(self, device: str) -> None:
+        for copy in copies(self.trainer.tensors, torch.device(device), self.repeats):
+            self.copies.append(copy)
+            self.say(f"{copy.method} to {copy.to}: {copy.error or time(median(copy.seconds))}")
+        trim()
+
+    def attempt(self, what: str, call: Callable[[], object]) -> str | None:
+        """What cannot be measured is noted. Returns why, if something still hangs."""
+        try:
+            bounded(what, call)
+        except Exception as error:
+            self.notes.append(f"{what}: {type(error).__name__}: {error}")
+            self.say(f"not measured: {self.notes[-1]}")
+            return str(error) if isinstance(error, Late) else None
+        return None
+
+    def found(self, limit: Limit) -> None:
+        self.limits.append(limit)
+        self.say(f"{limit.name} to {limit.engine}, {size(limit.nbytes)}: {rate(limit.rate)}")
+
+    def tell(self, row: Row) -> None:
+        self.rows.append(row)
+        medians = row.medians
+        text = f"{time(medians['total'])}, paused {time(medians['pause'])}" if medians else f"failed: {row.error}"
+        self.say(f"{row.way}, engine on {row.engine}: {text}")

@@ -1,0 +1,43 @@
+"""The ways to bring weights into an engine, and which of them are compared with which.
+
+ours.py       instep, over each of its transports
+vllm_nccl.py  vLLM's own NCCL transfer, packed and one tensor at a time
+vllm_ipc.py   vLLM's own CUDA IPC transfer, likewise
+reload.py     vLLM's reload session alone, the floor of what it does with weights
+disk.py       a checkpoint on a RAM disk
+gloo.py       what one would write oneself on a CPU
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from instep.bench.contenders.disk import save_and_reload
+from instep.bench.contenders.gloo import gloo
+from instep.bench.contenders.ours import instep
+from instep.bench.contenders.reload import reload_in_memory
+from instep.bench.contenders.vllm_ipc import vllm_ipc
+from instep.bench.contenders.vllm_nccl import vllm_nccl
+from instep.bench.measure import Way
+
+MEMORY_COPY, DEVICE_COPY, PEER_COPY = "memory copy", "device copy", "peer copy"
+NCCL, GLOO = "NCCL broadcast", "Gloo broadcast"
+
+ON_CPU = (
+    Way("instep shm", partial(instep, "shm"), MEMORY_COPY, "save and reload"),
+    Way("instep gloo", partial(instep, "gloo"), GLOO, "save and reload"),
+    Way("reload in memory", reload_in_memory, MEMORY_COPY),
+    Way("save and reload", save_and_reload, MEMORY_COPY),
+    Way("gloo, tensor by tensor", gloo, GLOO, "save and reload"),
+)
+ON_ANOTHER_GPU = (
+    Way("instep ipc", partial(instep, "ipc"), PEER_COPY, "vLLM nccl packed"),
+    Way("instep nccl", partial(instep, "nccl"), NCCL, "vLLM nccl packed"),
+    Way("vLLM nccl packed", partial(vllm_nccl, True), NCCL),
+    Way("vLLM nccl", partial(vllm_nccl, False), NCCL, "vLLM nccl packed"),
+)
+ON_THE_TRAINERS_GPU = (
+    Way("instep ipc", partial(instep, "ipc"), DEVICE_COPY, "vLLM ipc"),
+    Way("vLLM ipc", partial(vllm_ipc, False), DEVICE_COPY),
+    Way("vLLM ipc packed", partial(vllm_ipc, True), DEVICE_COPY, "vLLM ipc"),
+)

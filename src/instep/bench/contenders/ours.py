@@ -1,0 +1,25 @@
+"""`WeightSync.push` over one transport."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from instep import WeightSync
+from instep.bench.measure import Push
+from instep.bench.subjects import Subject
+from instep.bench.trainer import Trainer
+from instep.config import TransportName
+
+
+@contextmanager
+def instep(transport: TransportName, trainer: Trainer, subject: Subject) -> Iterator[Push]:
+    with WeightSync(trainer.model, [subject.engine], transport=transport) as sync:
+
+        def push() -> dict[str, float]:
+            receipt = sync.push(uuid.uuid4().hex)
+            phases = {name: seconds for name, seconds in receipt.seconds.items() if name != "total"}
+            return {"pause": receipt.pause, "apply": max(engine.apply for engine in receipt.engines), **phases}
+
+        yield push

@@ -1,0 +1,144 @@
+"""The methods to copy all regions of one plan, side by side and in one process: from the trainer's tensors into fused layers like an
+engine's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from instep.bench.results import Copy
+from instep.bench.trainer import synchronize
+from instep.engine.memory import MemoryHost
+from instep.protocol import Route, TensorMeta, dtype_name
+from instep.receiver.apply import holds, live_tensors, view
+from instep.receiver.trace import trace
+
+Tensors = Mapping[str, torch.Tensor]
+WARM_UPS = 3
+
+
+class NotCopied(Exception):
+    """A method left a region as it was."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Routes from tensors to the live parameters of one worker on `device`."""
+
+    routes: list[Route]
+    metas: dict[str, TensorMeta]
+    tensors: Tensors
+    live: Tensors
+    device: torch.device
+
+    def pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views of all targets, and of their sources."""
+        moves = [(route, route.tensor, route.source) for route in self.routes]
+        targets = [view(self.live[route.param], route.target) for route, _, _ in moves]
+        return targets, [view(self.tensors[name], source) for _, name, source in moves if name is not None and source is not None]
+
+
+def make_plan(tensors: Tensors, device: torch.device) -> Plan:
+    """Fused layers of zeros on `device`, laid out as engines lay them out."""
+    with device:
+        host = MemoryHost(tensors, 0, 1)
+    metas = [TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    routes = [route for route in trace(host, metas).routes if route.tensor is not None]
+    return Plan(routes, {meta.name: meta for meta in metas}, tensors, dict(live_tensors(host.model)), device)
+
+
+def copies(tensors: Tensors, device: torch.device, repeats: int) -> list[Copy]:
+    """One entry for each method; one that fails says why."""
+    plan = make_plan(tensors, device)
+    return [measure(name, method, plan, repeats) for name, method in METHODS.items() if device.type == "cuda" or method not in ON_GPUS]
+
+
+def measure(name: str, method: Method, plan: Plan, repeats: int) -> Copy:
+    nbytes = sum(view(plan.live[route.param], route.target).nbytes for route in plan.routes)
+    found = Copy(method=name, to=str(plan.device), regions=len(plan.routes), nbytes=nbytes, seconds=[])
+    try:
+        copy = method(plan)
+        torch._foreach_zero_(list({tensor.data_ptr(): tensor for tensor in plan.live.values()}.values()))
+        for run in range(WARM_UPS + repeats):
+            synchronize()
+            started = time.perf_counter()
+            copy()
+            synchronize()
+            if run >= WARM_UPS:
+                found.seconds.append(time.perf_counter() - started)
+        wrong = [route.param for route in plan.routes if not holds(plan.live[route.param], route, plan.tensors)]
+        if wrong:
+            raise NotCopied(f"{wrong[0]} does not hold the tensor's bytes afterwards")
+    except Exception as error:
+        return Copy(method=name, to=found.to, regions=found.regions, nbytes=nbytes, error=f"{type(error).__name__}: {error}")
+    return found
+
+
+def loop(plan: Plan) -> Callable[[], object]:
+    pairs = list(zip(*plan.pairs(), strict=True))
+
+    def copy() -> None:
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    return copy
+
+
+def foreach(plan: Plan) -> Callable[[], object]:
+    targets, sources = plan.pairs()
+    return lambda: torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def kernel(plan: Plan) -> Callable[[], object]:
+    """The kernel of a push without what it adds up on the way."""
+    from instep.bench.kernel import copy
+
+    table = _puller(plan).table
+
+    def launch() -> None:
+        with torch.cuda.device(plan.device):
+            copy[(table.tiles,)](table.runs, table.of_tile, TILE=table.tile, num_warps=table.warps)
+
+    return launch
+
+
+def kernel_with_digest(plan: Plan) -> Callable[[], object]:
+    """What a push over CUDA IPC does in the engine's worker, the sums brought to the host."""
+    puller, reader = _puller(plan), _OneProcess(plan)
+    return lambda: puller.pull(plan.live, reader)
+
+
+def _puller(plan: Plan) -> Any:
+    from instep.receiver.pull import Puller
+
+    puller = Puller(plan.routes, plan.live, plan.metas, _OneProcess(plan))  # type: ignore[arg-type]
+    if puller.odd:
+        raise NotCopied(f"{len(puller.odd)} regions are no whole words")
+    return puller
+
+
+class _OneProcess:
+    """What a puller asks of its reader, where the tensors are in its own process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.device = plan, plan.device
+        there = next(iter(plan.tensors.values())).device
+        torch.empty(1, device=plan.device).to(there)  # PyTorch lets a GPU reach another one when it first copies to it
+
+    def address(self, meta: TensorMeta) -> int:
+        return self.plan.tensors[meta.name].data_ptr()
+
+
+Method = Callable[[Plan], Callable[[], object]]
+"""Prepares a plan once; what it returns copies."""
+METHODS: dict[str, Method] = {
+    "loop of copy_": loop,
+    "torch._foreach_copy_": foreach,
+    "kernel without digest": kernel,
+    "kernel with digest": kernel_with_digest,
+}
+ON_GPUS = (kernel, kernel_with_digest)

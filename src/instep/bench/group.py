@@ -1,0 +1,26 @@
+"""A group of the trainer and an engine's worker, for transfers that are no push: made once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from instep.bench.subjects import Subject
+from instep.bench.waits import DEADLINE, beside
+from instep.transport.group import Group, serve
+
+
+@contextmanager
+def joined(subject: Subject, backend: str, device: str) -> Iterator[Group]:
+    """The trainer's end, rank 0, for tensors on `device`; the worker is rank 1. backend: "gloo" or "nccl"."""
+    store = serve("127.0.0.1")
+    making = beside(lambda: Group(backend, store, "bench", 0, 2, torch.device(device), DEADLINE))
+    subject.call("join", backend, store.port)
+    group = making.result(DEADLINE)
+    try:
+        yield group
+    finally:
+        group.close()  # first: it needs nobody's answer, and ends transfers that hang
+        subject.call("leave")

@@ -1,0 +1,50 @@
+"""What the machine can do at best: plain copies, and broadcasts between the trainer's and the engine's process."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from instep.bench.group import joined
+from instep.bench.results import Limit
+from instep.bench.subjects import Subject
+from instep.bench.trainer import synchronize
+from instep.bench.waits import beside
+from instep.bench.worker import exchange
+
+MESSAGES = (1 << 20, 1 << 24, 1 << 28, 1 << 30)
+"""Bytes."""
+WARM_UPS, REPEATS = 3, 9
+
+
+def messages(nbytes: int) -> list[int]:
+    """Sizes that mean something for a model of `nbytes`."""
+    return [size for size in MESSAGES if size <= max(nbytes, MESSAGES[1])]
+
+
+def copy_limit(name: str, engine: str, source: str, target: str, nbytes: int) -> Limit:
+    """One buffer to another, by PyTorch's `copy_`."""
+    held = torch.zeros(nbytes, dtype=torch.uint8, device=source)
+    room = torch.zeros(nbytes, dtype=torch.uint8, device=target)
+    seconds = []
+    for _ in range(WARM_UPS + REPEATS):
+        synchronize()
+        started = time.perf_counter()
+        room.copy_(held, non_blocking=True)
+        synchronize()
+        seconds.append(time.perf_counter() - started)
+    return Limit(name=name, engine=engine, nbytes=nbytes, seconds=seconds[WARM_UPS:])
+
+
+def broadcast_limits(name: str, subject: Subject, device: str, backend: str, nbytes: int) -> list[Limit]:
+    """Broadcasts as PyTorch's process group makes them, timed where they arrive."""
+    limits = []
+    with joined(subject, backend, device) as group:
+        for size in messages(nbytes):
+            message = torch.ones(size, dtype=torch.uint8, device=device)
+            sending = beside(lambda message=message: exchange(group, message, WARM_UPS + REPEATS))  # type: ignore[misc]
+            seconds = subject.call("receive_messages", size, WARM_UPS + REPEATS)
+            sending.result()
+            limits.append(Limit(name=name, engine=subject.name, nbytes=size, seconds=seconds[WARM_UPS:]))
+    return limits

@@ -1,0 +1,62 @@
+"""What a push takes of memory at its peak, on every GPU or, without one, on the host."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from instep.transport.shm import directory
+
+Held = dict[str, int]
+"""Bytes in use by place."""
+INTERVAL = 0.005
+
+
+def held(pids: Sequence[int]) -> Held:
+    """Of each GPU all that is in use. Without one, the private memory of the processes and the RAM disk with the segments in it."""
+    if torch.cuda.is_available():
+        infos = {f"GPU {device}": torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())}
+        return {place: total - free for place, (free, total) in infos.items()}
+    disk = os.statvfs(directory())
+    return {"host": sum(map(_private, set(pids))) + (disk.f_blocks - disk.f_bfree) * disk.f_frsize}
+
+
+def _private(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+def trim() -> None:
+    """Gives unused GPU memory back to the driver, so that what is taken next can be seen."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def peak(pids: Sequence[int], base: Held) -> Iterator[Held]:
+    """Fills in the peaks beyond `base`, looked at every few milliseconds."""
+    found = dict.fromkeys(base, 0)
+    done = threading.Event()
+
+    def look() -> None:
+        for place, nbytes in held(pids).items():
+            found[place] = max(found[place], nbytes - base[place])
+
+    def watch() -> None:
+        while not done.wait(INTERVAL):
+            look()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        watcher.join()
+        look()

@@ -1,0 +1,89 @@
+"""The README's table and the JSON of a run: pure functions of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from instep.bench.results import Copy, Limit, Results, Row, Summary, summarize
+
+ERROR_LENGTH = 160
+NONE = "–"
+
+
+def as_json(results: Results) -> str:
+    """Everything that was measured, and its summaries."""
+    everything = {**msgspec.to_builtins(results), "summaries": msgspec.to_builtins(summarize(results))}
+    return msgspec.json.format(msgspec.json.encode(everything), indent=1).decode()
+
+
+def tables(results: Results) -> str:
+    """Markdown."""
+    setting = results.setting
+    versions = ", ".join(f"{name} {number}" for name, number in setting.versions.items())
+    head = (
+        f"{setting.shapes}, {size(setting.nbytes)} in {setting.tensors} tensors; {'; '.join(setting.machine)}; {versions}; "
+        f"{setting.date}; medians of {setting.repeats}; `{setting.command}`"
+    )
+    parts = [
+        head,
+        _table(
+            ("way", "engine", "push", "push / limit", "vLLM's own / this", "generation paused", "extra memory (first push)"),
+            (_row(row, summary) for row, summary in zip(results.rows, summarize(results), strict=True)),
+        ),
+        _table(("limit", "engine", "message", "rate", "the model's bytes"), (_limit(limit, setting.nbytes) for limit in results.limits)),
+        _table(("copies of one plan", "to", "regions", "time", "rate"), map(_copy, results.copies)),
+        "\n".join(results.notes),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _row(row: Row, summary: Summary) -> Sequence[str]:
+    if not row.runs:
+        return row.way, row.engine, _failed(row.error), NONE, NONE, NONE, NONE
+    medians = summary.medians
+    memory = ", ".join(f"{place} {size(nbytes)} ({size(row.cold_memory[place])})" for place, nbytes in row.memory.items())
+    return (
+        row.way, row.engine, time(medians["total"]), _times(summary.of_limit), _times(summary.rival_over_this), time(medians["pause"]),
+        memory or NONE,
+    )  # fmt: skip
+
+
+def _limit(limit: Limit, nbytes: int) -> Sequence[str]:
+    return limit.name, limit.engine, size(limit.nbytes), rate(limit.rate), time(nbytes / limit.rate)
+
+
+def _copy(copy: Copy) -> Sequence[str]:
+    if not copy.seconds:
+        return copy.method, copy.to, str(copy.regions), _failed(copy.error), NONE
+    limit = Limit(name=copy.method, engine=copy.to, nbytes=copy.nbytes, seconds=copy.seconds)
+    return copy.method, copy.to, str(copy.regions), time(copy.nbytes / limit.rate), rate(limit.rate)
+
+
+def _failed(error: str | None) -> str:
+    text = " ".join((error or "not measured").split()).replace("|", "/")
+    return "failed: " + (text if len(text) <= ERROR_LENGTH else text[:ERROR_LENGTH] + " ...")
+
+
+def _times(ratio: float | None) -> str:
+    return NONE if ratio is None else f"{ratio:.2f}"
+
+
+def time(seconds: float) -> str:
+    """Milliseconds, to three digits."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+
+
+def rate(bytes_a_second: float) -> str:
+    return f"{bytes_a_second / 1e9:.3g} GB/s" if bytes_a_second < 1e11 else f"{bytes_a_second / 1e9:.0f} GB/s"
+
+
+def size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:.0f} MB" if abs(nbytes) >= 1e6 else f"{nbytes / 1e3:.0f} kB"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]) if lines else ""

@@ -1,0 +1,70 @@
+"""Named shapes of models, with random weights: nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from instep.errors import ConfigError
+
+ShapesName = Literal["tiny", "smollm2-135m", "qwen3-0.6b", "qwen3-8b", "llama-70b/tp8"]
+
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": QWEN3 | {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "smollm2-135m": LLAMA | {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True,
+    },
+    "qwen3-8b": QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": False,
+    },
+    # What each of eight tensor-parallel workers holds of Llama 70B, as a model of its own.
+    "llama-70b/tp8": LLAMA | {
+        "vocab_size": 128256 // 8, "hidden_size": 8192, "intermediate_size": 28672 // 8, "num_hidden_layers": 80,
+        "num_attention_heads": 64 // 8, "num_key_value_heads": 8 // 8, "head_dim": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def check(name: str) -> str:
+    """Raises `ConfigError` for a name that is not in the list."""
+    if name not in SHAPES:
+        raise ConfigError(f"there are no shapes named {name!r}", next_step=f"one of {', '.join(get_args(ShapesName))}")
+    return name
+
+
+def config(name: str) -> Any:
+    """The configuration of transformers."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**SHAPES[check(name)], max_position_embeddings=1024, dtype="bfloat16")
+
+
+def folder(name: str, path: Path) -> Path:
+    """Makes `path` a checkpoint directory with a configuration and no weights."""
+    config(name).save_pretrained(path)
+    return path
+
+
+def model(name: str, seed: int, device: str) -> Any:
+    """A model of transformers in bfloat16 with random weights, large enough for greedy tokens to depend on them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device(device):
+        made = AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for param in made.parameters():
+            if param.ndim > 1:
+                param.normal_(0.0, 0.08 if name == "tiny" else 0.02)
+    return made.eval()

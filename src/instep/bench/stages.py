@@ -1,0 +1,73 @@
+"""Which engine is started where, and which ways are measured on it: an engine takes a minute to start, so ways share one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from instep.bench import contenders, shapes
+from instep.bench.measure import Way
+from instep.bench.subjects import MemorySubject, Subject, VllmSubject, weight_transfer
+from instep.bench.trainer import Trainer
+from instep.bench.waits import bounded
+
+START = 300.0
+"""Seconds for an engine to start."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """engine: its name. start: starts it. copy: the name of the raw rate from the trainer's memory to `device`.
+    broadcast: the name of the raw rate of broadcasts to the engine's worker, and their backend."""
+
+    engine: str
+    start: Callable[[], Subject]
+    ways: tuple[Way, ...]
+    copy: str
+    device: str
+    broadcast: tuple[str, str] | None = None
+
+    @contextmanager
+    def started(self) -> Iterator[Subject]:
+        subject = bounded("the start of the engine", self.start, START)
+        try:
+            yield subject
+        finally:
+            bounded("the engine's end", subject.close)
+
+
+def stages(name: str, trainer: Trainer, scratch: Path) -> list[Stage]:
+    """scratch: a directory for as long as the stages last."""
+    folder = shapes.folder(name, scratch)
+    return on_gpus(trainer, folder) if torch.cuda.is_available() else [on_cpu(trainer, folder)]
+
+
+def on_cpu(trainer: Trainer, folder: Path) -> Stage:
+    broadcast = (contenders.GLOO, "gloo")
+    if find_spec("vllm") is None:
+        return Stage("memory", lambda: MemorySubject(trainer), contenders.ON_CPU, contenders.MEMORY_COPY, "cpu", broadcast)
+
+    def start() -> Subject:
+        trainer.save(folder)  # vLLM reloads only an engine that it has loaded from disk
+        return VllmSubject(trainer, folder, load_format="auto")
+
+    return Stage("CPU", start, contenders.ON_CPU, contenders.MEMORY_COPY, "cpu", broadcast)
+
+
+def on_gpus(trainer: Trainer, folder: Path) -> list[Stage]:
+    """The trainer is on GPU 0. vLLM's two transfers need an engine each."""
+
+    def start(gpu: int, backend: str) -> Subject:
+        return VllmSubject(trainer, folder, gpu, **weight_transfer(backend))
+
+    same = Stage("GPU 0", partial(start, 0, "ipc"), contenders.ON_THE_TRAINERS_GPU, contenders.DEVICE_COPY, "cuda:0")
+    if torch.cuda.device_count() == 1:
+        return [same]
+    nccl = (contenders.NCCL, "nccl")
+    return [Stage("GPU 1", partial(start, 1, "nccl"), contenders.ON_ANOTHER_GPU, contenders.PEER_COPY, "cuda:1", nccl), same]

@@ -1,0 +1,161 @@
+"""The engines that weights are brought into: a vLLM, or an engine in memory where vLLM is not installed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from instep.bench.trainer import Trainer, largest
+from instep.bench.worker import BenchWorker
+from instep.engine.memory import MemoryEngine
+
+PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
+NEW_TOKENS = 12
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ON_GPU = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled first
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # vLLM's own IPC transfer unpickles handles
+}
+ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive", "TORCH_COMPILE_DISABLE": "1",
+}  # fmt: skip
+ROOM = 8 << 30
+"""Bytes that vLLM may take on a GPU beyond the weights: activations, CUDA graphs and a small KV cache."""
+
+
+class Subject(Protocol):
+    """One engine, and how to look at it. engine: what a `WeightSync` takes."""
+
+    name: str
+    engine: Any
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of the `BenchWorker` in the engine's worker."""
+
+    def reload(self, folder: Path) -> None:
+        """The engine's own way to load a checkpoint directory while it lives."""
+
+    def look(self, trainer: Trainer) -> tuple[float, Hashable]:
+        """How far what the engine computes is from what the trainer computes now, and a mark that is equal for equal weights."""
+
+    def close(self) -> None: ...
+
+
+class MemorySubject:
+    """A `MemoryEngine`. It is as far from a trainer with other weights as can be, and not at all from one with the same."""
+
+    name = "memory"
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.engine = MemoryEngine({name: torch.zeros_like(tensor) for name, tensor in trainer.tensors.items()})
+        self.worker = BenchWorker(self.engine.hosts[0])
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.worker, method)(*arguments)
+
+    def reload(self, folder: Path) -> None:
+        self.worker.reload_from(str(folder))
+
+    def look(self, trainer: Trainer) -> tuple[float, Hashable]:
+        mark = self.engine.fingerprint()
+        return 0.0 if mark == MemoryEngine(trainer.tensors).fingerprint() else math.inf, mark
+
+    def close(self) -> None:
+        pass
+
+
+class VllmSubject:
+    """`vllm.LLM` with random weights of its own, on a GPU with CUDA graphs, on a CPU without compilation.
+
+    arguments: more of `LLM`'s.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path, gpu: int | None = None, **arguments: Any) -> None:
+        self.name = "CPU" if gpu is None else f"GPU {gpu}"
+        self.engine = start_vllm(folder, gpu, trainer.nbytes, **arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        (result,) = self.engine.collective_rpc("bench_call", args=(method, list(arguments)))
+        return result
+
+    def reload(self, folder: Path) -> None:
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+
+    def look(self, trainer: Trainer) -> tuple[float, Hashable]:
+        """In log-probabilities of greedy tokens (natural log). Prompt by prompt: which of them share a step would change their bits."""
+        self.engine.reset_prefix_cache()
+        answers = tuple((tuple(prompt), *greedy(self.engine, [prompt])[0]) for prompt in PROMPTS)
+        gaps = [
+            abs(found - wanted)
+            for prompt, tokens, scores in answers
+            for found, wanted in zip(scores, trainer.scores([*prompt, *tokens])[-len(tokens) :], strict=True)
+        ]
+        return largest(gaps), answers
+
+    def close(self) -> None:
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> Any:
+    """An `LLM` on one GPU, or on the CPU, for a model of `nbytes`. arguments: more of `LLM`'s, which overrule what is here."""
+    settings: dict[str, Any] = {
+        "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8, "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False, "worker_extension_cls": "instep.bench.worker.BenchExtension",
+    }  # fmt: skip
+    if gpu is None:
+        settings |= {"enforce_eager": True}
+    else:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before the mask changes: this process goes on seeing all GPUs
+        settings |= {"gpu_memory_utilization": (nbytes + ROOM) / torch.cuda.mem_get_info(gpu)[1]}
+    mask = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": _visible(gpu)}
+    with environment({**ENVIRONMENT, **(ON_CPU if gpu is None else ON_GPU), **mask}):
+        from vllm import LLM
+
+        return LLM(str(folder), **{**settings, **arguments})
+
+
+def greedy(llm: Any, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Tokens and their log-probabilities (natural log), for each prompt."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        (tuple(c.token_ids), tuple(entry[token].logprob for entry, token in zip(c.logprobs, c.token_ids, strict=True))) for c in completions
+    ]
+
+
+def _visible(gpu: int) -> str:
+    """What to put into CUDA_VISIBLE_DEVICES for a GPU that this process counts as `gpu`."""
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return mask.split(",")[gpu] if mask else str(gpu)
+
+
+def weight_transfer(backend: str) -> dict[str, Any]:
+    """The argument of `LLM` for vLLM's own transfer. None for `ipc` where Ray is missing, which its file imports: the engine would not
+    start, and the other ways would be lost with it."""
+    missing = backend == "ipc" and find_spec("ray") is None
+    return {} if missing else {"weight_transfer_config": {"backend": backend}}
+
+
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """What processes that start within it inherit."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,55 @@
+"""The side that has the weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from instep.bench import shapes
+
+
+class Trainer:
+    """A model whose optimizer only negates: every weight changes, and none leaves its range."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.device = device
+        self.model = shapes.model(name, 1, device)
+        self.tensors: dict[str, torch.Tensor] = {name: param.detach() for name, param in self.model.named_parameters()}
+        self.steps = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def step(self) -> None:
+        torch._foreach_neg_(list(self.tensors.values()))
+        self.steps += 1
+        synchronize()
+
+    def scores(self, tokens: list[int]) -> list[float]:
+        """Log-probabilities (natural log) of `tokens[1:]`, each given the tokens before it."""
+        ids = torch.tensor([tokens], device=self.device)
+        with torch.no_grad():
+            scores = self.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        found: list[float] = scores.gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return found
+
+    def save(self, folder: Path) -> None:
+        """As users save. Without transformers' progress bar, which is drawn for each run."""
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self.model.save_pretrained(folder)
+
+
+def synchronize() -> None:
+    """Waits for all GPUs, where there are any."""
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+
+
+def largest(differences: list[float]) -> float:
+    """Their maximum; infinity if one is not a number."""
+    return max((math.inf if math.isnan(value) else value for value in differences), default=math.inf)
