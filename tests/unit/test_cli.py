@@ -45,13 +45,13 @@ def test_the_command_line_has_at_most_15_flags() -> None:
     root = cli.app()
     flags = [
         name
-        for command in ("demo", "doctor")
+        for command in ("demo", "doctor", "bench")
         for argument in root[command].assemble_argument_collection()
         for name in argument.names
         if name.startswith("--")
     ]
     assert len(flags) <= 15
-    assert {"--json", "--self-test", "--model", "--steps"} <= set(flags)
+    assert {"--json", "--self-test", "--model", "--steps", "--shapes", "--repeats"} <= set(flags)
 
 
 NEW, OLD = EngineState("a", "new", "v2"), EngineState("b", "old", "v1")

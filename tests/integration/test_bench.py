@@ -1,0 +1,31 @@
+"""`instep bench` on a CPU with a real vLLM: every way must end with the trainer's weights in the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from engines import SETTINGS
+
+RUN = "from instep.cli import main; main()"
+
+
+def test_every_way_brings_the_trainers_weights_into_vllm(tmp_path: Path) -> None:
+    """The command, from its arguments to its exit code; the result alone is on stdout, whatever vLLM prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "bench", "--shapes", "tiny", "--repeats", "1", "--out", tmp_path, "--json"],
+        env={**os.environ, **SETTINGS, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    rows = {row["way"]: row for row in found["rows"]}
+    assert set(rows) == {"instep shm", "instep gloo", "reload in memory", "save and reload", "gloo, tensor by tensor"}
+    assert {way: row["error"] for way, row in rows.items() if row["error"]} == {}
+    assert {row["engine"] for row in rows.values()} == {"CPU"}
+    assert all(0 <= row["gap"] < 0.5 for row in rows.values())
+    assert found["notes"] == []
+    assert found["setting"]["versions"]["vllm"]
+    assert json.loads((tmp_path / "cpu-tiny.json").read_text()) == found
