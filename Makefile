@@ -16,8 +16,8 @@ test: lint  ## everything, with a real vLLM
 check: lint  ## lint, types and unit tests (layers among them), in under a minute
 	$(BIN)/pytest tests/unit
 
-bench: setup-test  ## push SmolLM2-135M and compare with what one would do instead
-	$(BIN)/python bench/run.py
+bench: setup-test  ## push, and compare with what one would do instead and with what the machine can do
+	$(BIN)/instep bench --out bench/results
 
 lint: setup-test
 	$(BIN)/ruff check
@@ -29,4 +29,4 @@ setup-demo setup-test: setup-%:
 	@"$(PYTHON)" scripts/setup.py $*
 
 clean:
-	rm -rf .venv build dist demo-results .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist demo-results bench-results .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
