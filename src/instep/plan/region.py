@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -112,7 +112,7 @@ def disjoint(regions: Sequence[Region], shape: Sequence[int]) -> bool:
     return True
 
 
-def covered(regions: Sequence[Region], shape: Sequence[int]) -> int:
+def covered(regions: Iterable[Region], shape: Sequence[int]) -> int:
     """How many elements of a contiguous tensor of `shape` belong to at least one region."""
     distinct = list({simplify(region): region for region in regions}.values())
     if disjoint(distinct, shape) and not any(map(_may_repeat, distinct)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from instep.digest import MASK, seed_of
@@ -23,8 +23,9 @@ class Plan:
     signature: str
     workers: tuple[WorkerPlan, ...]
     casts: dict[str, str]
-    reads: tuple[dict[str, tuple[Region, ...]], ...]
-    """For each worker the regions that it reads of each tensor, every region once."""
+    shares: dict[str, tuple[tuple[int, ...], ...]]
+    """For each tensor its parts, each by the ranks of the workers that read it: parts that make up the whole and do not overlap. A
+    tensor that is read in another way is not listed."""
 
     def kept(self) -> dict[str, str]:
         """Engine parameters that the push leaves alone, and why."""
@@ -70,7 +71,7 @@ def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPl
             tensor=name,
             next_step="pass cast=True to round them on the way out, or give the trainer and the engine one dtype",
         )
-    return Plan(signature(tensors), tuple(workers), casts, tuple(_reads(worker) for worker in workers))
+    return Plan(signature(tensors), tuple(workers), casts, _shares(by_name, workers))
 
 
 def _prove_written(where: str, worker: WorkerPlan) -> None:
@@ -134,12 +135,31 @@ def _prove_read(engine: str, tensors: dict[str, TensorMeta], workers: Sequence[W
             )
 
 
-def _reads(worker: WorkerPlan) -> dict[str, tuple[Region, ...]]:
-    found: dict[str, dict[Region, None]] = defaultdict(dict)
-    for route in worker.routes:
+def reads(routes: Iterable[Route], tensors: Mapping[str, TensorMeta]) -> dict[str, set[Region]]:
+    """The distinct regions that are read of each tensor. What is read of an alias is read of what it stands for."""
+    found: dict[str, set[Region]] = defaultdict(set)
+    for route in routes:
         if route.tensor is not None and route.source is not None:
-            found[route.tensor][route.source] = None
-    return {name: tuple(regions) for name, regions in found.items()}
+            found[tensors[route.tensor].alias_of or route.tensor].add(route.source)
+    return found
+
+
+def apart(regions: Collection[Region], shape: Sequence[int]) -> bool:
+    """Whether no element of a tensor of `shape` is read twice."""
+    return covered(regions, shape) == sum(region.numel for region in regions)
+
+
+def _shares(tensors: Mapping[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    readers: dict[str, dict[frozenset[Region], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, worker in enumerate(workers):
+        for name, regions in reads(worker.routes, tensors).items():
+            readers[name][frozenset(regions)].append(rank)
+    shares = {}
+    for name, parts in readers.items():
+        read = [region for part in parts for region in part]
+        if sum(region.numel for region in read) == tensors[name].numel and apart(read, tensors[name].shape):
+            shares[name] = tuple(map(tuple, parts.values()))
+    return shares
 
 
 def _casts(tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dict[str, str]:
@@ -165,12 +185,15 @@ def check_sums(
         for name, total in receipt.wholes.items():
             if (seed_of(metas[name]) + total) & MASK != digests[name]:
                 raise DigestMismatch(f"{engine} rank {receipt.rank}: {name} was not pulled as the trainer has it", tensor=name)
-    for name in dict.fromkeys(name for receipt in receipts for name in receipt.parts):
-        held: dict[tuple[Region, ...], int] = {}
-        for reads, receipt in zip(plan.reads, receipts, strict=True):
-            if name in receipt.parts and held.setdefault(reads[name], receipt.parts[name]) != receipt.parts[name]:
+    for name, parts in plan.shares.items():
+        total = 0
+        for ranks in parts:
+            told = {receipts[rank].parts[name] for rank in ranks if name in receipts[rank].parts}
+            if len(told) > 1:
                 raise DigestMismatch(f"{engine}: two workers hold the same part of {name} with different bytes", tensor=name)
-        if sum(region.numel for regions in held for region in regions) < metas[name].numel:
-            continue
-        if (seed_of(metas[name]) + sum(held.values())) & MASK != digests[name]:
-            raise DigestMismatch(f"{engine}: the parts of {name} that its workers pulled are not the trainer's", tensor=name)
+            if not told:
+                break
+            total += told.pop()
+        else:
+            if (seed_of(metas[name]) + total) & MASK != digests[name]:
+                raise DigestMismatch(f"{engine}: the parts of {name} that its workers pulled are not the trainer's", tensor=name)

@@ -9,7 +9,7 @@ derived from its weights that a plain copy would leave stale.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Protocol
@@ -18,6 +18,7 @@ import torch
 
 from instep.protocol import Region, Route, WorkerPlan
 from instep.receiver import Host
+from instep.receiver.copies import Copies, live_tensors
 from instep.receiver.trace import layer_of
 
 Tensors = Mapping[str, torch.Tensor]
@@ -38,7 +39,7 @@ class Arrival(Protocol):
 
     tensors: Tensors
 
-    def move(self, routes: Sequence[Route], live: Tensors) -> None: ...
+    def move(self, copies: Copies) -> None: ...
 
 
 @dataclass
@@ -56,12 +57,13 @@ class Applier:
         for route in self.plan.routes:
             self.routes[layer_of(route.param)].append(route)
         self.reload = {layer: self.plan.reload_only.get(layer, UNPROVED) for layer in self.routes.keys() | self.plan.reload_only.keys()}
+        self._copies: Copies | None = None
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
         tensors = arrival.tensors
         if self.direct:
-            arrival.move(self.direct_routes(), dict(live_tensors(self.host.model)))
+            arrival.move(self.copies())
         for layer in self.rebuild:
             self._rebuild(layer, tensors)
         if self.rebuild:
@@ -75,9 +77,17 @@ class Applier:
             self._promote(evidence, tensors)
             self._promote_rebuilt(tensors)
 
-    def direct_routes(self) -> list[Route]:
-        """What direct layers read, constants left out: they were filled in by the first load."""
-        return [route for layer in sorted(self.direct) for route in self.routes[layer] if route.tensor is not None]
+    def copies(self) -> Copies:
+        """Of the direct layers: the same object for as long as those are the same and lie where they lay."""
+        model = self.host.model
+        if self._copies is None or self._copies.layers != self.direct or not self._copies.stay(model):
+            # Constants are left out: they were filled in by the first load.
+            of_direct: dict[bool, list[Route]] = {True: [], False: []}
+            for layer in sorted(self.routes):
+                of_direct[layer in self.direct] += [route for route in self.routes[layer] if route.tensor is not None]
+            others = frozenset(route.tensor for route in of_direct[False] if route.tensor is not None)
+            self._copies = Copies(model, frozenset(self.direct), of_direct[True], others)
+        return self._copies
 
     def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that layers on reload read, in the order of the plan; all of them where a layer's reads are not known."""
@@ -192,12 +202,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor as integers: NaNs are compared by their bits, and -0.0 is not 0.0."""
     size = tensor.element_size()
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-
-
-def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, param in model.named_parameters(remove_duplicate=False):
-        yield name, param.detach()
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def attributes(module: torch.nn.Module) -> dict[str, object]:

@@ -6,15 +6,16 @@ process's GPU memory, one kernel pulls them and takes their digests on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from instep.errors import DigestMismatch
-from instep.protocol import Manifest, Route, TensorMeta
-from instep.receiver.apply import Applier, Tensors, holds, live_tensors, view
+from instep.errors import ApplyError, DigestMismatch
+from instep.protocol import Manifest, TensorMeta
+from instep.receiver.apply import Applier, Tensors, holds, view
+from instep.receiver.copies import Copies
 from instep.transport import Reader
 
 
@@ -49,19 +50,18 @@ class Seen:
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
 
-    def move(self, routes: Sequence[Route], live: Tensors) -> None:
-        for route in routes:
+    def move(self, copies: Copies) -> None:
+        for route in copies.routes:
             if route.tensor is not None and route.source is not None:
-                view(live[route.param], route.target).copy_(view(self.tensors[route.tensor], route.source))
+                view(copies.live[route.param], route.target).copy_(view(self.tensors[route.tensor], route.source))
 
     def prove(self, applier: Applier) -> Proof:
         """How many tensors the direct layers hold, bit for bit. Raises `DigestMismatch` naming the first that differs."""
-        live = dict(live_tensors(applier.host.model))
-        routes = applier.direct_routes()
-        for route in routes:
-            if not holds(live[route.param], route, self.tensors):
+        copies = applier.copies()
+        for route in copies.routes:
+            if not holds(copies.live[route.param], route, self.tensors):
                 raise DigestMismatch(f"{route.param} does not hold the bytes of {route.tensor} after the copy", tensor=route.tensor)
-        return Proof(len({route.tensor for route in routes}))
+        return Proof(len({route.tensor for route in copies.routes}))
 
     def forget(self) -> None:
         self.tensors = {}
@@ -70,27 +70,28 @@ class Seen:
 class Pulled:
     """Bytes in the memory of a GPU that another process owns."""
 
-    pullers: dict[Any, Any] = {}  # noqa: RUF012
-    """The copies of this process's worker for the addresses and layers that it had last: they stay as long as both do."""
-
     def __init__(self, manifest: Manifest, reader: Any) -> None:
-        self.manifest, self.reader = manifest, reader
+        self.address, self.reader = manifest.location.address, reader
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.tensors: Tensors = Lazy(self.metas, reader.tensor)
         self.parts: dict[str, int] = {}
+        self.copies: Copies | None = None
 
-    def move(self, routes: Sequence[Route], live: Tensors) -> None:
+    def move(self, copies: Copies) -> None:
         from instep.receiver.pull import Puller
 
-        key = (self.manifest.location.address, tuple(routes), tuple(live[route.param].data_ptr() for route in routes))
-        if key not in self.pullers:
-            self.pullers.clear()
-            self.pullers[key] = Puller(routes, live, self.metas, self.reader)
-        self.parts = self.pullers[key].pull(live, self.reader)
+        if copies.worked_out is None or copies.worked_out[0] != self.address:
+            copies.worked_out = (self.address, Puller(copies, self.metas, self.reader))
+        self.parts, self.copies = copies.worked_out[1].pull(self.metas, self.reader), copies
 
-    def prove(self, _: Applier) -> Proof:
-        """How many tensors were summed up while they were pulled, and the sums: the trainer compares them with its own."""
+    def prove(self, applier: Applier) -> Proof:
+        """How many tensors were summed up while they were pulled, and the sums: the trainer compares them with its own.
+
+        Raises `ApplyError` where the reload session has moved a layer that had been written directly.
+        """
         torch.cuda.synchronize(self.reader.device)
+        if self.copies is not None and not self.copies.stay(applier.host.model):
+            raise ApplyError("the engine's reload session moved weights that had been pulled already")
         return Proof(len(self.parts.keys() | self.reader.sums.keys()), self.reader.sums, self.parts)
 
     def forget(self) -> None:

@@ -3,63 +3,86 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-
-import torch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from instep.digest import seed_of
 from instep.digest_cuda import Run, Table
 from instep.plan.region import rows_of
-from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta
+from instep.plan.routes import apart, reads
+from instep.protocol import ITEM_BYTES, Route, TensorMeta
 from instep.receiver.apply import view
+from instep.receiver.copies import Copies
 from instep.transport.ipc import IpcReader
 
 
+@dataclass(slots=True)
+class Moves:
+    """Which copies the kernel makes, in words of 8 bytes, and which it cannot make."""
+
+    runs: list[Run] = field(default_factory=list)
+    slots: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    """Tensors of which the kernel sums up all that this worker reads, with the slot of the sum."""
+    odd: dict[str, list[Route]] = field(default_factory=lambda: defaultdict(list))
+    """Routes of tensors that are pulled whole and cut up here: their sum is that of the whole tensor."""
+
+    def slot(self) -> int:
+        self.slots += 1
+        return self.slots - 1
+
+
+def moves(copies: Copies, metas: Mapping[str, TensorMeta], address: Callable[[TensorMeta], int]) -> Moves:
+    """address: of a tensor's first byte. A tensor is odd if any of its routes is no whole number of words, or if routes overlap."""
+    made = Moves()
+    of_tensor: dict[str, list[Route]] = defaultdict(list)
+    for route in copies.routes:
+        assert route.tensor is not None
+        of_tensor[metas[route.tensor].alias_of or route.tensor].append(route)
+    regions = reads(copies.routes, metas)
+    others = {metas[name].alias_of or name for name in copies.others}
+    for name, routes in of_tensor.items():
+        meta, slot = metas[name], made.slot()
+        runs = [_run(route, copies.live[route.param].data_ptr(), meta, address(meta), slot) for route in routes]
+        whole_words = [run for run in runs if run is not None]
+        if len(whole_words) < len(runs) or not apart(regions[name], meta.shape):
+            made.odd[name] = routes
+            continue
+        once = set()
+        for route, run in zip(routes, whole_words, strict=True):
+            # The same bytes a second time (a tied pair kept apart) are moved, and not counted twice.
+            made.runs.append(run if route.source not in once else replace(run, slot=made.slot()))
+            once.add(route.source)
+        if name not in others:  # what other layers read of it is not summed up here
+            made.parts[name] = slot
+    return made
+
+
 class Puller:
-    """The copies of one plan between fixed addresses. `odd` routes do not consist of whole words and take the slow way."""
+    """The copies of one plan between fixed addresses."""
 
-    def __init__(
-        self, routes: Sequence[Route], live: Mapping[str, torch.Tensor], metas: Mapping[str, TensorMeta], reader: IpcReader
-    ) -> None:
-        self.odd: list[Route] = []
-        regions: dict[str, list[Region]] = defaultdict(list)
-        runs = []
-        self.slots: dict[str, int] = {}
-        for route in routes:
-            if route.tensor is None or route.source is None:
-                continue
-            meta = metas[route.tensor]
-            name = meta.alias_of or meta.name
-            run = _run(route, live[route.param], metas[name], reader.address(meta), self.slots.setdefault(name, len(self.slots)))
-            if run is None:
-                self.odd.append(route)
-            elif route.source not in regions[name]:
-                regions[name].append(route.source)
-                runs.append(run)
-            else:  # the same bytes a second time (a tied pair kept apart): moved, and not counted twice
-                runs.append(replace(run, slot=self.slots.setdefault(f"again {name}", len(self.slots))))
-        self.table = Table(runs, len(self.slots), reader.device, copy=True)
-        self.names = list(regions)
-        self.metas = metas
+    def __init__(self, copies: Copies, metas: Mapping[str, TensorMeta], reader: IpcReader) -> None:
+        self.copies = copies
+        self.moves = moves(copies, metas, reader.address)
+        self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
 
-    def pull(self, live: Mapping[str, torch.Tensor], reader: IpcReader) -> dict[str, int]:
-        """The sum of what this worker holds of each tensor: see `digest.py`."""
+    def pull(self, metas: Mapping[str, TensorMeta], reader: IpcReader) -> dict[str, int]:
+        """The sum of what this worker holds of each tensor that it pulled in parts: see `digest.py`."""
         self.table.launch()
-        for route in self.odd:
-            assert route.tensor is not None
-            assert route.source is not None
-            target, source = live[route.param], reader.tensor(self.metas[route.tensor])
-            view(target, route.target).copy_(view(source, route.source))
+        for name, routes in self.moves.odd.items():
+            source = reader.tensor(metas[name])
+            for route in routes:
+                assert route.source is not None
+                view(self.copies.live[route.param], route.target).copy_(view(source, route.source))
         sums, _ = self.table.result()
-        return {name: sums[self.slots[name]] for name in self.names}
+        return {name: sums[slot] for name, slot in self.moves.parts.items()}
 
 
-def _run(route: Route, target: torch.Tensor, meta: TensorMeta, address: int, slot: int) -> Run | None:
+def _run(route: Route, target: int, meta: TensorMeta, address: int, slot: int) -> Run | None:
     assert route.source is not None
     size = ITEM_BYTES[meta.dtype]
     rows = rows_of(route.source, route.target)
-    at, to = address + size * route.source.offset, target.data_ptr() + size * route.target.offset
+    at, to = address + size * route.source.offset, target + size * route.target.offset
     if rows is None or any(value % 8 for value in (at, to, *(size * value for value in (route.source.offset, *rows[1:])))):
         return None
     count, row, source_stride, target_stride = rows

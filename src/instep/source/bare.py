@@ -7,7 +7,7 @@ bytes are wanted: peft's own code runs on a private copy of that layer, so the t
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,15 +60,18 @@ def owner(layer: Any) -> int:
     return id(getattr(layer, "tied_adapter", None) or layer)
 
 
-def adapter_state(module: nn.Module) -> Hashable:
-    """Changes when adapters are switched, merged or scaled."""
+def adapters(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those of `modules` that hold adapters."""
     if (peft := sys.modules.get("peft")) is None:
-        return None
+        return []
     kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
+    return [module for module in modules if isinstance(module, kinds)]
+
+
+def adapter_state(layers: Iterable[Any]) -> Hashable:
+    """Changes when adapters are switched, merged or scaled."""
     return tuple(
-        (tuple(layer.active_adapters), tuple(layer.merged_adapters), tuple(layer.__dict__.get("scaling", {}).items()))
-        for layer in module.modules()
-        if isinstance(layer, kinds)
+        [(tuple(layer.active_adapters), tuple(layer.merged_adapters), tuple(vars(layer).get("scaling", {}).items())) for layer in layers]
     )
 
 

@@ -15,10 +15,11 @@ from torch import nn
 
 from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta, dtype_name
-from instep.source.bare import adapter_state, bare, merge, owner, unwrap
+from instep.source.bare import bare, merge, owner, unwrap
 from instep.source.layout import Saved, convert, layout
+from instep.source.live import Live
 from instep.source.names import canonical, canonical_names
-from instep.source.tensors import check, identity, version
+from instep.source.tensors import check, identity, versions
 
 
 class MappingSource:
@@ -46,7 +47,8 @@ class MappingSource:
                 yield meta.name, self._mapping[meta.name].detach()
 
     def stamp(self) -> Hashable:
-        return tuple((name, identity(tensor), version(tensor)) for name, tensor in self._items())
+        tensors = dict(self._items())
+        return tuple(tensors), tuple(map(identity, tensors.values())), versions(tensors.values())
 
     def score(self, token_ids: list[int]) -> list[float] | None:  # noqa: ARG002
         return None
@@ -62,13 +64,16 @@ class MappingSource:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A module's structure at one moment: valid until a tensor is replaced or an adapter switched."""
+    """A module's structure at one moment: valid as long as `live` stays as it is."""
 
+    live: Live
     module: nn.Module
     state: dict[str, torch.Tensor]
     adapters: dict[str, tuple[str, Any]]
     """Names in `state` that an adapter changes, each with its layer's path and the layer."""
-    saved: list[Saved]
+    metadata: list[TensorMeta]
+    groups: list[tuple[tuple[str, ...], list[Saved]]]
+    """Checkpoint tensors that are no aliases, by the live tensors that they are made of."""
 
 
 class ModuleSource:
@@ -85,23 +90,25 @@ class ModuleSource:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._snapshot: _Snapshot | None = None
-        self._structure: Hashable = None
 
     def metadata(self) -> list[TensorMeta]:
-        return [saved.meta for saved in self._current().saved]
+        """The same list for as long as the structure does not change."""
+        return self._current().metadata
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        snapshot = self._current()
+        """Of the structure that `metadata` or `stamp` saw last."""
+        snapshot = self._snapshot or self._current()
         values = _Values(snapshot)
-        wanted = (saved for saved in snapshot.saved if saved.meta.alias_of is None)
-        for parts, group in groupby(wanted, key=lambda saved: saved.parts):
-            yield from _read(snapshot.module, {name: values[name] for name in parts}, list(group))
+        for parts, group in snapshot.groups:
+            if len(group) == 1 and group[0].whole and parts[0] not in snapshot.adapters:
+                yield group[0].meta.name, snapshot.state[parts[0]].detach()
+            else:
+                yield from _read(snapshot.module, {name: values[name] for name in parts}, group)
 
     def stamp(self) -> Hashable:
         """Does not see changes made through `tensor.data`, which PyTorch does not count."""
-        self._current()
-        versions = tuple(version(tensor) for _, tensor in _live(unwrap(self._module)))
-        return self._structure, versions
+        live = self._current().live
+        return live.structure, versions(live.tensors)
 
     def score(self, token_ids: list[int]) -> list[float] | None:
         module = unwrap(self._module)
@@ -117,28 +124,19 @@ class ModuleSource:
         return scores
 
     def _current(self) -> _Snapshot:
-        """The snapshot, taken anew after a change of structure. Comparing takes a millisecond or two; a new one some hundred."""
+        """The snapshot, taken anew after a change of structure. To look takes half a millisecond, a new one some hundred."""
         root = unwrap(self._module)
-        live = list(_live(root))
-        structure = (adapter_state(root), tuple((name, identity(tensor)) for name, tensor in live))
-        if self._snapshot is None or structure != self._structure:
-            for name, tensor in live:
-                check(canonical(name), tensor)
-            canonical_names(name for name, _ in live)
+        if self._snapshot is None or not self._snapshot.live.holds(root):
+            self._snapshot = None  # also where the new structure is refused
             self._snapshot = _take(root)
-            self._structure = structure
         return self._snapshot
 
 
-def _live(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and persistent buffer, under the names it has with wrappers and adapters in place."""
-    for path, module in root.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, tensor
-
-
 def _take(root: nn.Module) -> _Snapshot:
+    live = Live(root)
+    for name, tensor in zip(live.names, live.tensors, strict=True):
+        check(canonical(name), tensor)
+    canonical_names(live.names)
     module, adapted = bare(root)
     state: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -149,7 +147,9 @@ def _take(root: nn.Module) -> _Snapshot:
         for name in state:
             if name.startswith(f"{path}."):
                 adapters.setdefault(name, (path, layer))
-    return _Snapshot(module, state, adapters, layout(module, state, _same_bytes(state, adapters)))
+    saved = layout(module, state, _same_bytes(state, adapters))
+    groups = groupby((one for one in saved if one.meta.alias_of is None), key=lambda one: one.parts)
+    return _Snapshot(live, module, state, adapters, [one.meta for one in saved], [(parts, list(group)) for parts, group in groups])
 
 
 def _same_bytes(state: dict[str, torch.Tensor], adapters: dict[str, tuple[str, Any]]) -> dict[str, Hashable]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -16,9 +16,9 @@ def identity(tensor: torch.Tensor) -> Hashable:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def version(tensor: torch.Tensor) -> int:
-    """PyTorch's counter of in-place changes. Changes made through `tensor.data` do not count, and inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
+def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """PyTorch's counters of in-place changes. Changes made through `tensor.data` do not count, and inference tensors have none."""
+    return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def check(name: str, tensor: torch.Tensor) -> None:

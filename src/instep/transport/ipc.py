@@ -7,14 +7,18 @@ made once for each allocation of the trainer and opened once by each worker; the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass
+from itertools import compress
+from operator import eq
 
 import torch
+from msgspec import structs
 
 from instep.digest import MASK, seed_of
 from instep.digest_cuda import Run, Table
 from instep.errors import SourceError, TransportError
-from instep.protocol import Identity, Location, Manifest, TensorMeta
+from instep.protocol import Identity, Location, Manifest, TensorMeta, encode
 from instep.transport import Me, Published, Pull, driver, elsewhere
 
 EXPANDABLE = (
@@ -23,15 +27,37 @@ EXPANDABLE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What was published of a source, good for as long as its tensors lie where they lay.
+
+    places: of the source's tensors, by name. shared: the tensors that workers read. staged: those of them that are copies.
+    """
+
+    tensors: list[TensorMeta]
+    places: dict[str, Hashable]
+    shared: dict[str, torch.Tensor]
+    staged: list[str]
+    location: Location
+    table: Table
+
+    def fits(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor]) -> bool:
+        same = self.tensors == tensors and list(self.places) == list(given)
+        return same and all(map(eq, map(_place, given.values()), self.places.values()))
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
 class IpcTransport(Pull):
     """The trainer's side. Tensors that are not contiguous, not of the dtype to send, or no whole number of 8-byte words are staged in
     buffers on the trainer's GPU, which are kept."""
 
     def __init__(self) -> None:
         self.handles: dict[int, bytes] = {}
-        self.staged: dict[str, torch.Tensor] = {}
-        self.shared: dict[str, torch.Tensor] = {}  # kept until the next publication: some were made for this one
-        self.table: tuple[object, Table, list[TensorMeta]] | None = None
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.layout: _Layout | None = None  # its tensors are kept until the next publication: some were made for this one
 
     def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         if device.type != "cuda":
@@ -40,69 +66,87 @@ class IpcTransport(Pull):
         return f"an engine's worker is on {other}" if other else elsewhere(workers)
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        metas = {meta.name: meta for meta in tensors if not meta.alias_of}
-        shared = {name: self._shareable(name, value.detach(), metas) for name, value in values}
-        if missing := metas.keys() - shared.keys():
-            raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
-        self.shared, device = shared, next(iter(shared.values())).device
-        bases = {name: driver.allocation(tensor.data_ptr()) for name, tensor in shared.items()}
-        self.handles = {base: self.handles.get(base) or _handle(base) for base, _ in bases.values()}
-        order = {base: index for index, base in enumerate(self.handles)}
-        location = Location(
-            transport="ipc",
-            address=hashlib.blake2b(b"".join(self.handles.values()), digest_size=16).hexdigest(),
-            nbytes=sum(meta.nbytes for meta in metas.values()),
-            offsets={name: tensor.data_ptr() - bases[name][0] for name, tensor in shared.items()},
-            handles=list(self.handles.values()),
-            handle_of={name: order[bases[name][0]] for name in shared},
-            live=True,
-        )
-        self._sum_up(shared, metas, device)
-        return Published(location, {})
+        """Of tensors that have not moved since the last time only the digests are taken anew."""
+        given: dict[str, torch.Tensor] = {}
+        for name, value in values:
+            if given.setdefault(name, value) is not value:
+                raise SourceError(f"the source gave {name} twice", tensor=name)
+        if self.layout is None or not self.layout.fits(tensors, given):
+            self.layout = self._lay_out(tensors, given)
+        layout = self.layout
+        for name in layout.staged:
+            layout.shared[name].copy_(given[name].detach())
+        torch.cuda.synchronize(next(iter(given.values())).device)  # for the trainer's work, before anybody reads
+        layout.table.launch()  # over the very memory that workers will read
+        return Published(layout.location, {})
 
     def finish(self, published: Published) -> Published:
         """What was summed up meanwhile."""
-        assert self.table is not None
-        sums, flags = self.table[1].result()
-        metas = self.table[2]
-        digests = {meta.name: (seed_of(meta) + part) & MASK for meta, part in zip(metas, sums, strict=True)}
-        return Published(published.location, digests, tuple(meta.name for meta, flag in zip(metas, flags, strict=True) if flag))
+        assert self.layout is not None
+        sums, flags = self.layout.table.result()
+        metas = {meta.name: meta for meta in self.layout.tensors}
+        digests = {name: (seed_of(metas[name]) + part) & MASK for name, part in zip(self.layout.shared, sums, strict=True)}
+        return Published(published.location, digests, tuple(compress(digests, flags)))
 
-    def _shareable(self, name: str, value: torch.Tensor, metas: dict[str, TensorMeta]) -> torch.Tensor:
-        meta = metas.get(name)
+    def _lay_out(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor]) -> _Layout:
+        metas = {meta.name: meta for meta in tensors if not meta.alias_of}
+        device = next(iter(given.values())).device
+        shared = {name: self._shareable(name, value.detach(), metas.get(name), device) for name, value in given.items()}
+        if missing := metas.keys() - shared.keys():
+            raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
+        bases = {name: driver.allocation(tensor.data_ptr())[0] for name, tensor in shared.items()}
+        self.handles = {base: self.handles.get(base) or _handle(base) for base in bases.values()}
+        order = {base: index for index, base in enumerate(self.handles)}
+        offsets = {name: tensor.data_ptr() - bases[name] for name, tensor in shared.items()}
+        location = Location(
+            transport="ipc",
+            address="",
+            nbytes=sum(meta.nbytes for meta in metas.values()),
+            offsets=offsets,
+            handles=list(self.handles.values()),
+            handle_of={name: order[bases[name]] for name in shared},
+            live=True,
+        )
+        # Another address for other places: workers keep what they have worked out for one.
+        location = structs.replace(location, address=hashlib.blake2b(encode(location), digest_size=16).hexdigest())
+        return _Layout(
+            list(tensors),
+            {name: _place(value) for name, value in given.items()},
+            shared,
+            [name for name, value in given.items() if shared[name].data_ptr() != value.data_ptr()],
+            location,
+            _table(shared, metas, device),
+        )
+
+    def _shareable(self, name: str, value: torch.Tensor, meta: TensorMeta | None, device: torch.device) -> torch.Tensor:
+        """The value itself, or room for a copy of it."""
         if meta is None or tuple(value.shape) != meta.shape:
             raise SourceError(f"the source gave {name} {list(value.shape)}, which is not what its metadata says", tensor=name)
-        if not value.is_cuda:
-            raise TransportError(f"{name} is on {value.device}: CUDA IPC shares memory of GPUs")
+        if value.device != device:
+            raise TransportError(f"{name} is on {value.device}, other weights on {device}: CUDA IPC shares memory of one GPU")
         dtype = getattr(torch, meta.dtype)
         if value.dtype == dtype and value.is_contiguous() and meta.nbytes % 8 == 0 and value.data_ptr() % 8 == 0:
             return value
-        if name not in self.staged or self.staged[name].nbytes < meta.nbytes:
-            self.staged[name] = torch.zeros(-(-meta.nbytes // 8), dtype=torch.int64, device=value.device)
-        room = self.staged[name].view(torch.uint8)[: meta.nbytes].view(dtype).view(meta.shape)
-        room.copy_(value)
-        return room
-
-    def _sum_up(self, shared: dict[str, torch.Tensor], metas: dict[str, TensorMeta], device: torch.device) -> None:
-        """Waits for the trainer's work, and starts to take digests of the very memory that workers will read."""
-        key = tuple((name, tensor.data_ptr()) for name, tensor in shared.items())
-        if self.table is None or self.table[0] != key:
-            runs = []
-            for slot, (name, tensor) in enumerate(shared.items()):
-                meta, words = metas[name], -(-metas[name].nbytes // 8)
-                runs.append(Run(tensor.data_ptr(), 0, 1, words, words, words, 0, seed_of(meta), slot, meta.dtype))
-            self.table = (key, Table(runs, len(runs), device, copy=False), [metas[name] for name in shared])
-        torch.cuda.synchronize(device)
-        self.table[1].launch()
+        if name not in self.buffers or self.buffers[name].nbytes < meta.nbytes:
+            self.buffers[name] = torch.zeros(-(-meta.nbytes // 8), dtype=torch.int64, device=device)
+        return self.buffers[name].view(torch.uint8)[: meta.nbytes].view(dtype).view(meta.shape)
 
     def release_all_but(self, held: Set[str]) -> None:
         """The memory is the trainer's own."""
 
     def close(self) -> None:
-        self.staged.clear()
-        self.shared.clear()
+        self.buffers.clear()
         self.handles.clear()
-        self.table = None
+        self.layout = None
+
+
+def _table(shared: dict[str, torch.Tensor], metas: dict[str, TensorMeta], device: torch.device) -> Table:
+    """Sums up each tensor in a slot of its own."""
+    runs = []
+    for slot, (name, tensor) in enumerate(shared.items()):
+        meta, words = metas[name], -(-metas[name].nbytes // 8)
+        runs.append(Run(tensor.data_ptr(), 0, 1, words, words, words, 0, seed_of(meta), slot, meta.dtype))
+    return Table(runs, len(runs), device, copy=False)
 
 
 def _handle(base: int) -> bytes:
@@ -110,6 +154,13 @@ def _handle(base: int) -> bytes:
         return driver.share(base)
     except TransportError as error:
         raise TransportError(f"the trainer's GPU memory cannot be shared: {EXPANDABLE} ({error.args[0]})") from error
+
+
+def current_gpu() -> torch.device:
+    """Of this worker. Raises `TransportError` where it has none."""
+    if not torch.cuda.is_available():
+        raise TransportError("this worker has no GPU: CUDA IPC cannot reach it")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 OPENED: dict[bytes, int] = {}
@@ -122,19 +173,16 @@ class IpcReader:
     arrived = fetches = False
 
     def __init__(self, manifest: Manifest, _: Me) -> None:
-        if not torch.cuda.is_available():
-            raise TransportError("this worker has no GPU: CUDA IPC cannot reach it")
+        self.device = current_gpu()
         self.location = manifest.location
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        opened = OPENED
-        with torch.cuda.device(self.device):
-            torch.cuda.current_stream(self.device).synchronize()  # makes the context current before the driver is called
-            for handle in self.location.handles:
-                if handle not in opened:
-                    opened[handle] = _attach(handle)
-        for handle in opened.keys() - set(self.location.handles):
-            driver.detach(opened.pop(handle))
-        self.bases = [opened[handle] for handle in self.location.handles]
+        self.metas = {meta.name: meta for meta in manifest.tensors}
+        if new := [handle for handle in self.location.handles if handle not in OPENED]:
+            torch.cuda.synchronize(self.device)  # makes the context current before the driver is called
+            for handle in new:
+                OPENED[handle] = _attach(handle)
+        for handle in OPENED.keys() - set(self.location.handles):
+            driver.detach(OPENED.pop(handle))
+        self.bases = [OPENED[handle] for handle in self.location.handles]
         self.sums: dict[str, int] = {}
 
     def address(self, meta: TensorMeta) -> int:
@@ -143,15 +191,13 @@ class IpcReader:
         return self.bases[self.location.handle_of[name]] + self.location.offsets[name]
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """A copy on the engine's own GPU, its digest taken on the way: for layers that take the reload session."""
-        words = -(-meta.nbytes // 8)
+        """A copy on the engine's own GPU, its digest taken on the way: for layers that are not copied directly."""
+        own, words = self.metas[meta.alias_of or meta.name], -(-meta.nbytes // 8)
         room = torch.empty(words, dtype=torch.int64, device=self.device)
-        table = Table(
-            [Run(self.address(meta), room.data_ptr(), 1, words, words, words, 0, seed_of(meta), 0, meta.dtype)], 1, self.device, copy=True
-        )
+        run = Run(self.address(own), room.data_ptr(), 1, words, words, words, 0, seed_of(own), 0, own.dtype)
+        table = Table([run], 1, self.device, copy=True)
         table.launch()
-        if not meta.alias_of:
-            self.sums[meta.name] = table.result()[0][0]
+        self.sums[own.name] = table.result()[0][0]
         return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:

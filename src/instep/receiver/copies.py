@@ -1,0 +1,51 @@
+"""What direct layers read and where it goes, looked up once for as long as both stay: a commit has no time to search a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+from instep.protocol import Route
+
+
+class Copies:
+    """The copies of a worker's direct layers.
+
+    routes: constants left out. others: checkpoint tensors that layers read which are not direct. live: the parameters that are
+    written, by name.
+    """
+
+    def __init__(self, model: torch.nn.Module, layers: frozenset[str], routes: Sequence[Route], others: frozenset[str]) -> None:
+        self.model, self.layers, self.routes, self.others = model, layers, routes, others
+        params = dict.fromkeys(route.param for route in routes)
+        live = dict(live_tensors(model))
+        self.live = {name: live[name] for name in params}
+        self._parents = [module._modules for module in model.modules() if module._modules]
+        self._children = list(chain.from_iterable(map(dict.values, self._parents)))
+        self._slots = [_slot(model, name) for name in params]
+        self._addresses = [tensor.data_ptr() for tensor in self.live.values()]
+        self.worked_out: tuple[str, Any] | None = None
+        """What a transport has worked out for these copies from an address of its own."""
+
+    def stay(self, model: torch.nn.Module) -> bool:
+        """Whether the model has the same modules, and their parameters lie where they lay."""
+        children = list(chain.from_iterable(map(dict.values, self._parents)))
+        if model is not self.model or len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            return False
+        return self._addresses == [tensor.data_ptr() if (tensor := registry.get(leaf)) is not None else 0 for registry, leaf in self._slots]
+
+
+def _slot(model: torch.nn.Module, name: str) -> tuple[Mapping[str, torch.Tensor | None], str]:
+    layer, _, leaf = name.rpartition(".")
+    module = model.get_submodule(layer)
+    return (module._parameters if leaf in module._parameters else module._buffers), leaf
+
+
+def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield name, param.detach()
+    yield from model.named_buffers(remove_duplicate=False)

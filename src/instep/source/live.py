@@ -1,0 +1,74 @@
+"""The tensors of a live module, and whether they are still the same. A push asks four times: hence plain loops in C that keep nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import eq, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.source.bare import adapter_state, adapters
+from instep.source.tensors import identity
+
+REGISTRIES = itemgetter("_modules", "_parameters", "_buffers")
+
+
+class Live:
+    """Every parameter and persistent buffer of a module, under the names it has with wrappers and adapters in place.
+
+    names, tensors: in the model's order; a tied tensor is there under each of its names.
+    structure: equal to that of no other `Live`.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        found = list(_named_tensors(root))
+        self.names = [name for name, _ in found]
+        self.tensors = [tensor for _, tensor in found]
+        self.structure = object()
+        self._root = root
+        modules = list(root.modules())
+        self._attributes = [vars(module) for module in modules]
+        self._adapters = adapters(modules)
+        self._registries = self._filled()
+        self._sizes = list(map(len, self._registries))
+        self._keys = list(chain.from_iterable(self._registries))
+        self._objects = list(chain.from_iterable(map(dict.values, self._registries)))
+        self._with_buffers = [module for module in modules if module._buffers]
+        self._facts = (self._not_saved(), adapter_state(self._adapters))
+        self._identities = list(map(identity, self.tensors))
+
+    def holds(self, root: nn.Module) -> bool:
+        """Whether `root` is this module still: the same submodules and tensors under the same names in the same places, the tensors in
+        the same memory with the same shapes, strides and dtypes, and the adapters as they were."""
+        filled = self._filled()
+        return (
+            root is self._root
+            and len(filled) == len(self._registries)
+            and _all(is_, filled, self._registries)
+            and _all(eq, map(len, filled), self._sizes)
+            and _all(eq, chain.from_iterable(filled), self._keys)
+            and _all(is_, chain.from_iterable(map(dict.values, filled)), self._objects)
+            and (self._not_saved(), adapter_state(self._adapters)) == self._facts
+            and _all(eq, map(identity, self.tensors), self._identities)
+        )
+
+    def _filled(self) -> list[dict[str, Any]]:
+        """The registries of all modules that are not empty."""
+        return list(filter(None, chain.from_iterable(map(REGISTRIES, self._attributes))))
+
+    def _not_saved(self) -> list[set[str]]:
+        return [set(module._non_persistent_buffers_set) for module in self._with_buffers]
+
+
+def _all(holds: Any, *sequences: Iterable[Any]) -> bool:
+    return all(map(holds, *sequences))
+
+
+def _named_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, tensor
