@@ -27,4 +27,5 @@ async def hang() -> None:
 
 def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "asyncio", SimpleNamespace(timeout=timeout, gather=asyncio.gather, sleep=asyncio.sleep))
-    monkeypatch.setattr(memory, "asyncio", SimpleNamespace(Event=lambda: SimpleNamespace(wait=hang)))
+    stub = SimpleNamespace(Event=lambda: SimpleNamespace(wait=hang), get_running_loop=asyncio.get_running_loop, gather=asyncio.gather)
+    monkeypatch.setattr(memory, "asyncio", stub)

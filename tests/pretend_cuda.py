@@ -6,7 +6,7 @@ What is proved with it is everything around the kernel: which addresses are read
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 
 from instep.digest import BLOCK_WORDS, MASK, inner_weights, mix
 from instep.digest_cuda import EXPONENTS, Run
-from instep.receiver import pull
-from instep.transport import driver, ipc
+from instep.receiver import pull, stream
+from instep.transport import driver, ipc, tally
 
 PAGE = 1 << 21
 """Of a pretended allocation: as in PyTorch's allocator, many tensors share one, and some move within it."""
@@ -29,8 +29,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "attach", lambda handle: int.from_bytes(handle, "little"))
     monkeypatch.setattr(driver, "detach", lambda address: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    for module in (ipc, pull):
+    for module in (ipc, pull, stream, tally):
         monkeypatch.setattr(module, "Table", Table)
+    for module in (stream, tally):
+        monkeypatch.setattr(module, "added", added)
     monkeypatch.setattr(ipc, "OPENED", {})
     monkeypatch.setattr(ipc, "current_gpu", lambda: torch.device("cpu"))
 
@@ -65,6 +67,13 @@ class Table:
 
     def result(self) -> tuple[list[int], list[bool]]:
         return [value & MASK for value in self.sums], self.flags
+
+
+def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
+    """`digest_cuda.added`."""
+    results = [table.result() for table in tables]
+    sums = [sum(parts) & MASK for parts in zip(*(sums for sums, _ in results), strict=True)]
+    return sums, [any(flags) for flags in zip(*(flags for _, flags in results), strict=True)]
 
 
 def _memory(address: int, words: int) -> Any:

@@ -6,7 +6,7 @@ target; a program takes a tile of one of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -93,8 +93,16 @@ class Table:
 
     def result(self) -> tuple[list[int], list[bool]]:
         """Waits. The sum of each slot, and whether it has a number that is not finite."""
-        sums, flags = self.sums.cpu().chunk(2)
-        return [value & MASK for value in sums.tolist()], [bool(flag) for flag in flags.tolist()]
+        return added([self])
+
+
+def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
+    """Waits. The results of tables with the same slots, taken together."""
+    sums = [table.sums for table in tables]
+    if not sums:
+        return [], []
+    total, flags = torch.stack(sums).sum(0).cpu().chunk(2)
+    return [value & MASK for value in total.tolist()], [bool(flag) for flag in flags.tolist()]
 
 
 @lru_cache(maxsize=16)

@@ -107,6 +107,8 @@ class Location(msgspec.Struct, frozen=True):
     handle_of: dict[str, int] = {}
     bucket: int = 0
     ranks: dict[str, int] = {}
+    sending: str = ""
+    """Tells what is sent to one group apart."""
     live: bool = False
     """Whether the bytes are the trainer's own: they are gone when it steps."""
 

@@ -14,7 +14,8 @@ from instep.bench.results import Copy
 from instep.bench.trainer import synchronize
 from instep.engine.memory import MemoryHost
 from instep.protocol import Route, TensorMeta, dtype_name
-from instep.receiver.apply import holds, live_tensors, view
+from instep.receiver.apply import holds, view
+from instep.receiver.copies import Copies, live_tensors
 from instep.receiver.trace import trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -32,6 +33,7 @@ class Plan:
     routes: list[Route]
     metas: dict[str, TensorMeta]
     tensors: Tensors
+    model: torch.nn.Module
     live: Tensors
     device: torch.device
 
@@ -48,7 +50,7 @@ def make_plan(tensors: Tensors, device: torch.device) -> Plan:
         host = MemoryHost(tensors, 0, 1)
     metas = [TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
     routes = [route for route in trace(host, metas).routes if route.tensor is not None]
-    return Plan(routes, {meta.name: meta for meta in metas}, tensors, dict(live_tensors(host.model)), device)
+    return Plan(routes, {meta.name: meta for meta in metas}, tensors, host.model, dict(live_tensors(host.model)), device)
 
 
 def copies(tensors: Tensors, device: torch.device, repeats: int) -> list[Copy]:
@@ -109,15 +111,16 @@ def kernel(plan: Plan) -> Callable[[], object]:
 def kernel_with_digest(plan: Plan) -> Callable[[], object]:
     """What a push over CUDA IPC does in the engine's worker, the sums brought to the host."""
     puller, reader = _puller(plan), _OneProcess(plan)
-    return lambda: puller.pull(plan.live, reader)
+    return lambda: puller.pull(plan.metas, reader)
 
 
 def _puller(plan: Plan) -> Any:
     from instep.receiver.pull import Puller
 
-    puller = Puller(plan.routes, plan.live, plan.metas, _OneProcess(plan))  # type: ignore[arg-type]
-    if puller.odd:
-        raise NotCopied(f"{len(puller.odd)} regions are no whole words")
+    copies = Copies(plan.model, frozenset(), plan.routes, frozenset())
+    puller = Puller(copies, plan.metas, _OneProcess(plan))  # type: ignore[arg-type]
+    if odd := puller.moves.odd:
+        raise NotCopied(f"{len(odd)} tensors are no whole words")
     return puller
 
 

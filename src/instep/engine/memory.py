@@ -15,6 +15,7 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,6 +57,7 @@ class MemoryEngine:
             with host.reload():
                 host.load(checkpoint.items())
         self.receivers = [Receiver(host, self._open) for host in self.hosts]
+        self.threads = ThreadPoolExecutor(max_workers=tp)  # workers run side by side, as processes do
         self.version: str | None = None
         self.paused = False
         self.dead = False
@@ -101,7 +103,9 @@ class MemoryEngine:
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         await self._point(method)
-        return [receiver.handle(method, payload) for receiver in self.receivers]
+        loop = asyncio.get_running_loop()
+        calls = (loop.run_in_executor(self.threads, receiver.handle, method, payload) for receiver in self.receivers)
+        return list(await asyncio.gather(*calls))
 
     async def pause(self, caches: CachePolicy) -> None:
         await self._point("pause")

@@ -37,9 +37,8 @@ class Evidence:
 class Arrival(Protocol):
     """A version's bytes during one commit (see `arrival.py`)."""
 
-    tensors: Tensors
-
-    def move(self, copies: Copies) -> None: ...
+    def move(self, copies: Copies) -> Tensors:
+        """Makes the copies. What other layers read is in the result; it is good until the commit ends."""
 
 
 @dataclass
@@ -61,9 +60,7 @@ class Applier:
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
-        tensors = arrival.tensors
-        if self.direct:
-            arrival.move(self.copies())
+        tensors = arrival.move(self.copies())
         for layer in self.rebuild:
             self._rebuild(layer, tensors)
         if self.rebuild:
@@ -85,7 +82,8 @@ class Applier:
             of_direct: dict[bool, list[Route]] = {True: [], False: []}
             for layer in sorted(self.routes):
                 of_direct[layer in self.direct] += [route for route in self.routes[layer] if route.tensor is not None]
-            others = frozenset(route.tensor for route in of_direct[False] if route.tensor is not None)
+            known = not self.reload.keys() & self.plan.reload_only.keys()
+            others = frozenset(route.tensor for route in of_direct[False] if route.tensor is not None) if known else None
             self._copies = Copies(model, frozenset(self.direct), of_direct[True], others)
         return self._copies
 

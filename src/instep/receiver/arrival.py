@@ -1,7 +1,7 @@
 """The bytes of a version during one commit: how direct layers get them, and how it is proved that they have.
 
 Where the published bytes can be seen from here, they are copied region by region and compared with live storage. Where they lie in another
-process's GPU memory, one kernel pulls them and takes their digests on the way.
+process's GPU memory, one kernel pulls them and takes their digests on the way. Where they pass by in buckets, see `stream.py`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ class Seen:
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
 
-    def move(self, copies: Copies) -> None:
+    def move(self, copies: Copies) -> Tensors:
         for route in copies.routes:
             if route.tensor is not None and route.source is not None:
                 view(copies.live[route.param], route.target).copy_(view(self.tensors[route.tensor], route.source))
+        return self.tensors
 
     def prove(self, applier: Applier) -> Proof:
         """How many tensors the direct layers hold, bit for bit. Raises `DigestMismatch` naming the first that differs."""
@@ -73,16 +74,19 @@ class Pulled:
     def __init__(self, manifest: Manifest, reader: Any) -> None:
         self.address, self.reader = manifest.location.address, reader
         self.metas = {meta.name: meta for meta in manifest.tensors}
-        self.tensors: Tensors = Lazy(self.metas, reader.tensor)
         self.parts: dict[str, int] = {}
         self.copies: Copies | None = None
 
-    def move(self, copies: Copies) -> None:
+    def move(self, copies: Copies) -> Tensors:
         from instep.receiver.pull import Puller
 
+        tensors = Lazy(self.metas, self.reader.tensor)
+        if not copies.routes:
+            return tensors
         if copies.worked_out is None or copies.worked_out[0] != self.address:
             copies.worked_out = (self.address, Puller(copies, self.metas, self.reader))
         self.parts, self.copies = copies.worked_out[1].pull(self.metas, self.reader), copies
+        return tensors
 
     def prove(self, applier: Applier) -> Proof:
         """How many tensors were summed up while they were pulled, and the sums: the trainer compares them with its own.
@@ -95,10 +99,15 @@ class Pulled:
         return Proof(len(self.parts.keys() | self.reader.sums.keys()), self.reader.sums, self.parts)
 
     def forget(self) -> None:
-        self.tensors = {}
+        """Nothing is held: tensors are made when they are asked for."""
 
 
-def arrive(manifest: Manifest, reader: Reader) -> Seen | Pulled:
+def arrive(manifest: Manifest, reader: Reader) -> Any:
+    """How a version's bytes come in. Waits for the first of them where they are sent; nothing has been written then."""
     if reader.arrived:
         return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors})
-    return Pulled(manifest, reader)
+    if not reader.fetches:
+        return Pulled(manifest, reader)
+    from instep.receiver.stream import Streamed
+
+    return Streamed(manifest, reader)

@@ -15,11 +15,11 @@ from instep.protocol import Route
 class Copies:
     """The copies of a worker's direct layers.
 
-    routes: constants left out. others: checkpoint tensors that layers read which are not direct. live: the parameters that are
-    written, by name.
+    routes: constants left out. others: checkpoint tensors that layers read which are not direct, or None where that is not known.
+    live: the parameters that are written, by name.
     """
 
-    def __init__(self, model: torch.nn.Module, layers: frozenset[str], routes: Sequence[Route], others: frozenset[str]) -> None:
+    def __init__(self, model: torch.nn.Module, layers: frozenset[str], routes: Sequence[Route], others: frozenset[str] | None) -> None:
         self.model, self.layers, self.routes, self.others = model, layers, routes, others
         params = dict.fromkeys(route.param for route in routes)
         live = dict(live_tensors(model))

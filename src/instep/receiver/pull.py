@@ -40,7 +40,7 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], address: Callable[[Te
         assert route.tensor is not None
         of_tensor[metas[route.tensor].alias_of or route.tensor].append(route)
     regions = reads(copies.routes, metas)
-    others = {metas[name].alias_of or name for name in copies.others}
+    others = {metas[name].alias_of or name for name in (metas if copies.others is None else copies.others)}
     for name, routes in of_tensor.items():
         meta, slot = metas[name], made.slot()
         runs = [_run(route, copies.live[route.param].data_ptr(), meta, address(meta), slot) for route in routes]

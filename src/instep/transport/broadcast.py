@@ -17,7 +17,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -54,7 +54,7 @@ class BroadcastTransport:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"instep-{backend}")
         self.store: Any = None
         self.group: Group | None = None
-        self.key = ""
+        self.key = self.sending = ""
         self.ranks: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
         self.device = torch.device("cpu")
@@ -89,7 +89,8 @@ class BroadcastTransport:
         self.waiting, self.sent = (tensors, values), Future()
         offsets, size = layout(tensors)
         address = f"{self.key}@{host}@{self.store.port}"
-        location = Location(self.backend, address, size, offsets, bucket=self.way.bucket, ranks=self.ranks, live=True)
+        self.sending = uuid.uuid4().hex
+        location = Location(self.backend, address, size, offsets, bucket=self.way.bucket, ranks=self.ranks, sending=self.sending, live=True)
         return Published(location, {})
 
     @asynccontextmanager
@@ -148,7 +149,7 @@ class BroadcastTransport:
             if self.group is None:
                 self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
             if step == self.way.step:
-                with torch.no_grad(), torch.cuda.device(self.device if self.way.on_gpu else -1):
+                with torch.no_grad(), self._on_device():
                     self.sent.set_result(self._send(self.group))
         except Exception as error:
             self._end_group(str(error.args[0]) if error.args else repr(error))
@@ -162,6 +163,7 @@ class BroadcastTransport:
         assert self.waiting is not None
         (tensors, values), self.waiting = self.waiting, None
         group.begin(self.timeout)
+        group.meet(self.sending)
         tally = self._tally(tensors)
         under_way: deque[Any] = deque()
 
@@ -184,6 +186,9 @@ class BroadcastTransport:
         if self.tally is None or self.tally.tensors != tensors:
             self.tally = DeviceTally(tensors, self.way.bucket)
         return self.tally
+
+    def _on_device(self) -> Any:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _room(self, index: int, size: int) -> torch.Tensor:
         if len(self.rooms) <= index % 2:

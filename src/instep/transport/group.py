@@ -74,7 +74,7 @@ class Group:
         self.started = time.monotonic()
         self._looked = 0.0
         try:
-            self._assemble()
+            self.meet("group")  # before any backend waits: the backends' own waits cannot be ended
             self._group = BACKENDS[backend](self.store, rank, size, store.host, timeout, device)
             first = torch.zeros(1, dtype=torch.uint8, device=device)
             self.wait(self.broadcast(first))  # NCCL connects with its first collective: here, where a deadline is kept
@@ -82,15 +82,20 @@ class Group:
         except Exception as error:
             raise self._break("cannot form the group", error) from error
 
-    def _assemble(self) -> None:
-        """Waits for every rank before any backend does: the backends' own waits cannot be ended."""
-        self.store.set(f"rank {self.rank}", "here")
-        for rank in range(self.size):
-            while not self.store.check([f"rank {rank}"]):
-                if self.over():
-                    raise TransportError(f"rank {rank} of {self.size} did not come within {self.timeout:g} s")
-                self._look()
-                time.sleep(0.002)
+    def meet(self, place: str) -> None:
+        """Waits until every rank is here. A broadcast is no such wait: its data runs ahead of ranks that have not come.
+
+        place: a name that is used once. The first rank gives up after half of the time, so that the others hear it within theirs.
+        """
+        patience = self.timeout if self.rank else self.timeout / 2
+        self.store.set(f"{place} {self.rank}", "here")
+        places = [f"{place} {rank}" for rank in range(self.size)]
+        while not self.store.check(places):
+            if time.monotonic() - self.started > patience:
+                missing = next(rank for rank, name in enumerate(places) if not self.store.check([name]))
+                raise self._break("deadline", TransportError(f"rank {missing} of {self.size} did not come within {patience:g} s"))
+            self._look()
+            time.sleep(0.0003)
 
     def begin(self, timeout: float) -> None:
         """The deadline of everything that follows."""

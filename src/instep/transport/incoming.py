@@ -70,6 +70,7 @@ class StagedReader(Mapped):
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         group = join(self.location, self.me, torch.device("cpu"))
         group.begin(self.me.timeout)
+        group.meet(self.location.sending)
         parts = [self.room[low:high] for low, high in buckets(self.size, self.location.bucket)]
         tally = HostTally(self.tensors, self.location.bucket, flags=False)
         for index in receive(group, len(parts), parts.__getitem__):
@@ -95,9 +96,10 @@ class StreamReader:
         return {}
 
     def begin(self) -> None:
-        """Returns when the first bucket is there."""
+        """Returns when every worker and the trainer take part, and the first bucket is there."""
         assert self.group is not None
         self.group.begin(self.me.timeout)
+        self.group.meet(self.location.sending)
         self.under_way = receive(self.group, len(self._parts()), self._parts().__getitem__)
         self.first = next(self.under_way, None)
         self.group.settle()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from instep.digest import BLOCK_BYTES, MASK, all_flags, all_sums, from_flags, from_sums, seed_of
-from instep.digest_cuda import Run, Table
+from instep.digest_cuda import Run, Table, added
 from instep.plan.buckets import layout, pieces
 from instep.protocol import TensorMeta
 
@@ -57,20 +57,16 @@ class DeviceTally:
 
     def add(self, index: int, bucket: torch.Tensor) -> None:
         if index not in self.tables:
-            base = bucket.data_ptr()
+            base, slots = bucket.data_ptr(), {meta.name: slot for slot, meta in enumerate(self.own)}
             runs = []
-            for slot, piece in enumerate(self.pieces[index]):
-                words = -(-(piece.stop - piece.start) // 8)
-                runs.append(Run(base + piece.at, 0, 1, words, words, words, piece.start // 8, seed_of(piece.meta), slot, piece.meta.dtype))
-            self.tables[index] = Table(runs, len(runs), bucket.device, copy=False)
+            for piece in self.pieces[index]:
+                words, seed = -(-(piece.stop - piece.start) // 8), seed_of(piece.meta)
+                slot = slots[piece.meta.name]
+                runs.append(Run(base + piece.at, 0, 1, words, words, words, piece.start // 8, seed, slot, piece.meta.dtype))
+            self.tables[index] = Table(runs, len(slots), bucket.device, copy=False)
         self.tables[index].launch()
 
     def result(self) -> Result:
-        digests = {meta.name: seed_of(meta) for meta in self.own}
-        flagged: dict[str, None] = {}
-        for index, table in self.tables.items():
-            for piece, part, flag in zip(self.pieces[index], *table.result(), strict=True):
-                digests[piece.meta.name] = (digests[piece.meta.name] + part) & MASK
-                if flag:
-                    flagged[piece.meta.name] = None
-        return digests, tuple(flagged)
+        parts, flags = added(self.tables.values())
+        digests = {meta.name: (seed_of(meta) + part) & MASK for meta, part in zip(self.own, parts, strict=True)}
+        return digests, tuple(meta.name for meta, flag in zip(self.own, flags, strict=True) if flag)

@@ -1,0 +1,137 @@
+"""A version that passes by in buckets during a commit: what direct layers take of each goes straight into live storage, and is summed up on
+the way, before the next but one takes its place.
+
+What other layers need is put aside in host memory: all of the model in the first push, little or nothing afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from instep.digest import seed_of
+from instep.digest_cuda import Run, Table, added
+from instep.errors import ApplyError
+from instep.plan.buckets import cut, pieces
+from instep.protocol import Manifest, TensorMeta
+from instep.receiver.apply import Applier, view
+from instep.receiver.arrival import Proof
+from instep.receiver.copies import Copies
+from instep.receiver.pull import moves
+
+
+def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
+    """What of a run lies in bytes `low` to `high` of the version, which are at address `base`. A run's source is a byte of the version."""
+    for row, column, rows, words in cut(run.source // 8, run.rows, run.row_words, run.source_stride, low // 8, high // 8):
+        at, to = row * run.source_stride + column, row * run.target_stride + column
+        yield replace(
+            run,
+            source=base + run.source + 8 * at - low,
+            target=run.target + 8 * to,
+            rows=rows,
+            row_words=words,
+            position=run.position + at,
+        )
+
+
+class Scatter:
+    """The copies of one plan out of buckets that stay where they are."""
+
+    def __init__(self, copies: Copies, manifest: Manifest) -> None:
+        self.bucket = manifest.location.bucket
+        self.metas = {meta.name: meta for meta in manifest.tensors}
+        self.moves = moves(copies, self.metas, lambda meta: manifest.location.offsets[meta.name])
+        names = self.metas if copies.others is None else copies.others
+        self.aside = {self.metas[name].alias_of or name for name in names} | self.moves.odd.keys()
+        self.pieces = [
+            [piece for piece in pieces_here if piece.meta.name in self.aside] for pieces_here in pieces(manifest.tensors, self.bucket)
+        ]
+        self.slots = {name: slot for slot, name in enumerate(sorted(self.aside), self.moves.slots)}
+        self.tables: dict[int, list[Table]] = {}
+
+    def launch(self, index: int, bucket: torch.Tensor) -> None:
+        """Moves what a bucket holds of direct layers; adds that up, and whatever it holds of tensors that are put aside."""
+        if index not in self.tables:
+            low, base, slots = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
+            moved = [part for run in self.moves.runs for part in cut_run(run, low, low + len(bucket), base)]
+            read = []
+            for piece in self.pieces[index]:
+                words = -(-(piece.stop - piece.start) // 8)
+                shape = (1, words, words, words, piece.start // 8, seed_of(piece.meta))
+                read.append(Run(base + piece.at, 0, *shape, self.slots[piece.meta.name], piece.meta.dtype))
+            runs = ((moved, True), (read, False))
+            self.tables[index] = [Table(some, slots, bucket.device, copy=copy) for some, copy in runs if some]
+        for table in self.tables[index]:
+            table.launch()
+
+    def sums(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Waits. Of tensors that were put aside, and of what this worker reads of the others."""
+        total = added(table for tables in self.tables.values() for table in tables)[0]
+        return {name: total[slot] for name, slot in self.slots.items()}, {name: total[slot] for name, slot in self.moves.parts.items()}
+
+
+class Aside(Mapping[str, torch.Tensor]):
+    """Tensors in host memory, filled bucket by bucket. An alias is what it stands for."""
+
+    def __init__(self, metas: Mapping[str, TensorMeta], names: set[str]) -> None:
+        self.metas = metas
+        self.rooms = {name: torch.empty(metas[name].nbytes, dtype=torch.uint8) for name in names}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        meta = self.metas[name]
+        return self.rooms[meta.alias_of or name].view(getattr(torch, meta.dtype)).view(meta.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, meta in self.metas.items() if (meta.alias_of or name) in self.rooms)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Streamed:
+    """The bytes of a version that the trainer sends during the commit."""
+
+    def __init__(self, manifest: Manifest, reader: Any) -> None:
+        self.manifest, self.reader = manifest, reader
+        self.wholes: dict[str, int] = {}
+        self.parts: dict[str, int] = {}
+        reader.begin()  # nothing is written before it is known that all take part
+
+    def move(self, copies: Copies) -> Mapping[str, torch.Tensor]:
+        address = self.manifest.location.address
+        if copies.worked_out is None or copies.worked_out[0] != address:
+            copies.worked_out = (address, Scatter(copies, self.manifest))
+        scatter: Scatter = copies.worked_out[1]
+        aside = Aside(scatter.metas, scatter.aside)
+        for index, bucket in self.reader.receive():
+            scatter.launch(index, bucket)
+            if scatter.pieces[index]:
+                self.reader.settle()  # a copy to the host would wait without an end for a peer that died
+            for piece in scatter.pieces[index]:
+                here = bucket[piece.at : piece.at + piece.stop - piece.start]
+                aside.rooms[piece.meta.name][piece.start : piece.stop].copy_(here)
+        self.reader.settle()
+        for routes in scatter.moves.odd.values():
+            for route in routes:
+                assert route.tensor is not None
+                assert route.source is not None
+                view(copies.live[route.param], route.target).copy_(view(aside[route.tensor], route.source))
+        self.wholes, self.parts = scatter.sums()
+        self.copies = copies
+        return aside
+
+    def prove(self, applier: Applier) -> Proof:
+        """The sums: the trainer compares them with its own.
+
+        Raises `ApplyError` where the reload session has moved a layer that had been written directly.
+        """
+        self.reader.settle()
+        if not self.copies.stay(applier.host.model):
+            raise ApplyError("the engine's reload session moved weights that had been written already")
+        return Proof(len(self.wholes | self.parts), self.wholes, self.parts)
+
+    def forget(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,149 @@
+"""Versions that pass by in buckets during the commit, as over NCCL. Gloo carries them here, and memory of this process stands for a
+card's (see `pretend_cuda.py`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pretend_cuda import pretend
+from toys import Checkpoint, checkpoint
+
+from instep import MemoryEngine, WeightSync
+from instep.errors import DigestMismatch, InstepError, SyncError
+from instep.plan.buckets import ALIGN
+from instep.transport import broadcast, group, incoming
+from instep.transport.broadcast import BroadcastTransport, Way
+from instep.transport.group import Group
+
+
+@pytest.fixture(autouse=True, params=[1, 3], ids=["small buckets", "larger buckets"])
+def card(monkeypatch: pytest.MonkeyPatch, segments: Any, request: pytest.FixtureRequest) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setitem(group.BACKENDS, "nccl", group.BACKENDS["gloo"])
+    monkeypatch.setitem(broadcast.WAYS, "nccl", Way(request.param * ALIGN, "commit", on_gpu=True))
+    consider = BroadcastTransport.consider
+
+    def anything(self: BroadcastTransport, device: torch.device, workers: Any) -> None:
+        consider(self, device, workers)
+
+    monkeypatch.setattr(BroadcastTransport, "consider", anything)
+
+
+def step(weights: Checkpoint) -> None:
+    for tensor in weights.values():
+        tensor.neg_().sub_(1)
+
+
+def same(engine: MemoryEngine, weights: Checkpoint) -> bool:
+    return engine.fingerprint() == MemoryEngine(weights, tp=len(engine.hosts)).fingerprint()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_engines_follow_through_layers_written_directly_and_reloaded_ones(tp: int, tied: bool) -> None:
+    weights = checkpoint(1, tied=tied)
+    engines = [MemoryEngine(checkpoint(0, tied=tied), tp=tp, name=name) for name in "ab"]
+    with WeightSync(weights, engines, transport="nccl") as sync:
+        for version in "abcd":
+            step(weights)
+            receipt = sync.push(version)
+            assert all(same(engine, weights) for engine in engines)
+        assert receipt.engines[0].direct
+        assert receipt.engines[0].read_back == receipt.tensors
+        workers = [receiver.incarnation for engine in engines for receiver in engine.receivers]
+        rooms = [room for worker in workers for room in incoming.JOINED[worker][1].rooms]
+        assert len(rooms) == 2 * len(workers)
+        assert {len(room) for room in rooms} == {broadcast.WAYS["nccl"].bucket}
+
+
+def test_what_is_not_finite_is_named() -> None:
+    weights = checkpoint(1)
+    weights["model.norm.weight"][1] = float("inf")
+    with WeightSync(weights, [MemoryEngine(checkpoint(0))], transport="nccl") as sync:
+        assert sync.push("a").non_finite == ("model.norm.weight",)
+
+
+@pytest.mark.parametrize("pushes", [0, 2], ids=["while layers are reloaded", "while they are written directly"])
+def test_bytes_that_are_not_the_trainers_make_the_engine_dirty(pushes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = checkpoint(1)
+    engine = MemoryEngine(checkpoint(0))
+    with WeightSync(weights, [engine], transport="nccl") as sync:
+        for index in range(pushes):
+            step(weights)
+            sync.push(f"v{index}")
+        broadcast_of = Group.broadcast
+        monkeypatch.setattr(Group, "broadcast", lambda self, tensor, root=0: _late(self, tensor, root, broadcast_of))
+        step(weights)
+        with pytest.raises(DigestMismatch):
+            sync.push("bent")
+        assert [state.serving for state in sync.status()] == ["dirty"]
+        monkeypatch.setattr(Group, "broadcast", broadcast_of)
+        sync.push("healed")
+        assert same(engine, weights)
+
+
+def _late(self: Group, tensor: torch.Tensor, root: int, broadcast_of: Any) -> Any:
+    """The trainer's buckets leave as they are after they were added up."""
+    if self.rank == 0 and len(tensor) > 8:
+        tensor = tensor.clone()
+        tensor[8] ^= 1
+    return broadcast_of(self, tensor, root)
+
+
+@pytest.mark.parametrize("bucket", [0, 2])
+def test_a_trainer_that_stops_sending(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first bucket nothing has been written; afterwards the engine has parts of two versions and says so."""
+    weights = checkpoint(1)
+    engines = [MemoryEngine(checkpoint(0), name="a"), MemoryEngine(checkpoint(0), tp=2, name="b")]
+    pack = broadcast.pack
+
+    def breaks(*arguments: Any) -> Iterator[torch.Tensor]:
+        for index, full in enumerate(pack(*arguments)):
+            if index == bucket:
+                time.sleep(0.3)  # what was sent arrives
+                raise RuntimeError("the trainer's disk is gone")
+            yield full
+
+    with WeightSync(weights, engines, transport="nccl", timeout=20) as sync:
+        sync.push("whole")
+        before = [engine.fingerprint() for engine in engines]
+        step(weights)
+        monkeypatch.setattr(broadcast, "pack", breaks)
+        started = time.monotonic()
+        with pytest.raises(SyncError, match="disk is gone"):
+            sync.push("halved")
+        assert time.monotonic() - started < 10
+        states = [state.serving for state in sync.status()]
+        assert states == (["old", "old"] if bucket == 0 else ["dirty", "dirty"])
+        if bucket == 0:
+            assert [engine.fingerprint() for engine in engines] == before
+            assert all(engine.generate([1], 1) for engine in engines)
+        monkeypatch.setattr(broadcast, "pack", pack)
+        sync.push("whole-again")
+        assert all(same(engine, weights) for engine in engines)
+
+
+@pytest.mark.parametrize("point", ["pause", "commit"])
+@pytest.mark.parametrize("kind", ["error", "hang"])
+def test_an_engine_that_does_not_get_to_the_commit(point: Any, kind: Any) -> None:
+    """The others wait for bytes that will not come, and end with the old version."""
+    weights = checkpoint(1)
+    good, bad = MemoryEngine(checkpoint(0), name="good"), MemoryEngine(checkpoint(0), name="bad")
+    with WeightSync(weights, [good, bad], transport="nccl", timeout=2) as sync:
+        sync.push("one")
+        before = good.fingerprint()
+        step(weights)
+        bad.inject(point, kind)
+        started = time.monotonic()
+        with pytest.raises(InstepError):
+            sync.push("two")
+        assert time.monotonic() - started < 12
+        assert good.fingerprint() == before
+        assert good.generate([1], 1)
+        sync.push("three")
+        assert same(good, weights)
+        assert same(bad, weights)
