@@ -4,7 +4,7 @@ engine's."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from instep.bench.results import Copy
 from instep.bench.trainer import synchronize
 from instep.engine.memory import MemoryHost
 from instep.protocol import Route, TensorMeta, dtype_name
-from instep.receiver.apply import holds, live_tensors, view
+from instep.receiver.apply import holds, view
+from instep.receiver.copies import Copies
 from instep.receiver.trace import trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -27,13 +28,20 @@ class NotCopied(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """Routes from tensors to the live parameters of one worker on `device`."""
+    """Copies from tensors to the live parameters of one worker on `device`."""
 
-    routes: list[Route]
+    copies: Copies
     metas: dict[str, TensorMeta]
     tensors: Tensors
-    live: Tensors
     device: torch.device
+
+    @property
+    def routes(self) -> Sequence[Route]:
+        return self.copies.routes
+
+    @property
+    def live(self) -> Tensors:
+        return self.copies.live
 
     def pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of all targets, and of their sources."""
@@ -48,7 +56,8 @@ def make_plan(tensors: Tensors, device: torch.device) -> Plan:
         host = MemoryHost(tensors, 0, 1)
     metas = [TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
     routes = [route for route in trace(host, metas).routes if route.tensor is not None]
-    return Plan(routes, {meta.name: meta for meta in metas}, tensors, dict(live_tensors(host.model)), device)
+    copies = Copies(host.model, frozenset(route.param for route in routes), routes, frozenset())
+    return Plan(copies, {meta.name: meta for meta in metas}, tensors, device)
 
 
 def copies(tensors: Tensors, device: torch.device, repeats: int) -> list[Copy]:
@@ -109,15 +118,15 @@ def kernel(plan: Plan) -> Callable[[], object]:
 def kernel_with_digest(plan: Plan) -> Callable[[], object]:
     """What a push over CUDA IPC does in the engine's worker, the sums brought to the host."""
     puller, reader = _puller(plan), _OneProcess(plan)
-    return lambda: puller.pull(plan.live, reader)
+    return lambda: puller.pull(plan.metas, reader)
 
 
 def _puller(plan: Plan) -> Any:
     from instep.receiver.pull import Puller
 
-    puller = Puller(plan.routes, plan.live, plan.metas, _OneProcess(plan))  # type: ignore[arg-type]
-    if puller.odd:
-        raise NotCopied(f"{len(puller.odd)} regions are no whole words")
+    puller = Puller(plan.copies, plan.metas, _OneProcess(plan))  # type: ignore[arg-type]
+    if puller.moves.odd:
+        raise NotCopied(f"routes of {len(puller.moves.odd)} tensors are no whole words")
     return puller
 
 
