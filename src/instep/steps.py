@@ -32,6 +32,9 @@ class Session:
     transport: AutoTransport
     sinks: Sequence[Sink]
     history: list[str] = field(default_factory=list)
+    described: list[TensorMeta] = field(default_factory=list)
+    """The source's tensors as they were checked last, and their signature: both hold for an equal list."""
+    signature: str = ""
     current: Manifest | None = None
     """The version that at least one engine serves, still published."""
     published: Published | None = None
@@ -55,6 +58,7 @@ class Push:
         self.seconds: dict[str, float] = {}
         # Of the current version, until another is published.
         self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
+        self.finished: Published | None = None  # `published`, once it has its digests
         self.started = time.perf_counter()
 
     def describe(self) -> list[TensorMeta]:
@@ -69,10 +73,13 @@ class Push:
                 f"version {self.version!r} was pushed before" + (f", {age} versions ago" if age else ": it is the current one"),
                 next_step="give each set of weights a name of its own; `catch_up()` brings the current version to engines that lack it",
             )
+        session = self.session
         with self.phase("describe"):
-            tensors = self.session.source.metadata()
-            check_metadata(tensors)
-        return tensors
+            tensors = session.source.metadata()
+            if tensors != session.described or not tensors:
+                check_metadata(tensors)
+                session.described, session.signature = list(tensors), signature(tensors)
+        return session.described
 
     async def connect(self) -> list[Member]:
         """The engines that answer. Raises where `require="all"` and one does not."""
@@ -84,15 +91,18 @@ class Push:
     async def plan(self, members: Sequence[Member], tensors: list[TensorMeta]) -> list[TensorMeta]:
         """Proves for each engine that the tensors fill it, the first time that it sees their list. Returns them with the dtypes to send."""
         with self.phase("plan"):
-            wanted = signature(tensors)
-            cast = self.session.config.cast
-            await self.session.fleet.each(members, lambda member: member.trace(tensors, wanted, cast=cast))
+            session = self.session
+            wanted = session.signature if tensors is session.described else signature(tensors)
+            cast = session.config.cast
+            await session.fleet.each(members, lambda member: member.trace(tensors, wanted, cast=cast))
         self._remaining(members)
         casts: dict[str, str] = {}
         for member in members:
             for name, dtype in member.plan.casts.items() if member.plan else ():
                 if casts.setdefault(name, dtype) != dtype:
                     raise PlanError(f"engines store {name} in different dtypes, {casts[name]} and {dtype}: give them a WeightSync each")
+        if not casts:
+            return tensors
         return [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
 
     def publish(self, members: Sequence[Member], tensors: list[TensorMeta], base: str | None) -> Manifest:
@@ -165,8 +175,9 @@ class Push:
     def digests(self) -> dict[str, int]:
         """Of what was published. On a GPU they are taken while the engines prepare and pull."""
         assert self.published is not None
-        self.published = self.session.transport.finish(self.published)
-        return self.published.digests
+        if self.finished is not self.published:
+            self.published = self.finished = self.session.transport.finish(self.published)
+        return self.finished.digests
 
     async def receipt(self, done: dict[str, EngineReceipt], manifest: Manifest) -> Receipt:
         """Asks the engines for the canary, and says what was done."""
@@ -226,12 +237,15 @@ class Push:
         session.transport.release_all_but(held)
 
     def _counted(self, tensors: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
-        nbytes, sizes = 0, {meta.name: meta.nbytes for meta in tensors}
-        everything = sum(meta.nbytes for meta in tensors if not meta.alias_of)
+        """The source's tensors. Tells of every hundredth of their bytes."""
+        sizes = {meta.name: meta.nbytes for meta in tensors if not meta.alias_of}
+        nbytes, told, everything = 0, 0, sum(sizes.values())
         for name, value in self.session.source.tensors():
             yield name, value
             nbytes += sizes.get(name, 0)
-            self.tell(Event("bytes", self.version, "publish", nbytes, everything))
+            if nbytes == everything or nbytes - told >= everything / 100:
+                self.tell(Event("bytes", self.version, "publish", nbytes, everything))
+                told = nbytes
 
     def tell(self, event: Event) -> None:
         for sink in self.session.sinks:

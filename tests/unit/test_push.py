@@ -15,6 +15,7 @@ from toys import Checkpoint, bits, checkpoint, described, differing
 from instep import MemoryEngine, WeightSync
 from instep.errors import PlanError, SourceError, TransportError
 from instep.protocol import TensorMeta
+from instep.source.module import MappingSource
 from instep.telemetry import Event
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -247,3 +248,36 @@ def test_no_room_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         sync.push("v1")
     assert is_fresh(engine, checkpoint(1))
+
+
+def test_a_list_that_a_source_changes_in_place_is_checked_again() -> None:
+    tensors = checkpoint(1)
+
+    class Listed(MappingSource):
+        listed: list[TensorMeta] = []  # noqa: RUF012
+
+        def metadata(self) -> list[TensorMeta]:
+            self.listed[:] = self.listed or super().metadata()
+            return self.listed
+
+    source = Listed(tensors)
+    with WeightSync(source, [MemoryEngine(checkpoint(0))]) as sync:
+        sync.push("v1")
+        sync.push("v2")
+        source.listed.append(source.listed[0])
+        with pytest.raises(PlanError, match="twice"):
+            sync.push("v3")
+        with pytest.raises(PlanError, match="twice"):
+            sync.push("v3")
+        source.listed.pop()
+        sync.push("v3")
+
+
+def test_progress_is_told_a_hundred_times_at_most() -> None:
+    tensors = {f"{index}.weight": torch.full((2,), float(index)) for index in range(500)}
+    events: list[Event] = []
+    with WeightSync(tensors, [MemoryEngine(tensors)], sinks=[events.append]) as sync:
+        receipt = sync.push("v1")
+    told = [event.nbytes for event in events if event.kind == "bytes"]
+    assert 50 <= len(told) <= 100
+    assert told[-1] == receipt.nbytes
