@@ -45,7 +45,7 @@ class Config:
             raise ConfigError(f"caches must be 'reset' or 'keep', not {self.caches!r}")
         if self.transport not in get_args(TransportName):
             raise ConfigError(f"transport must be one of {', '.join(get_args(TransportName))}, not {self.transport!r}")
-        if not 0 < self.timeout < math.inf:
+        if not isinstance(self.timeout, int | float) or not 0 < self.timeout < math.inf:
             raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
         if not self.canary_bound > 0:
             raise ConfigError(f"canary_bound must be positive, not {self.canary_bound!r}")

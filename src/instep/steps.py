@@ -12,11 +12,11 @@ import torch
 from instep.config import Config
 from instep.digest import total
 from instep.engine.fleet import Fleet, Member
-from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, TransportError, VersionConflict
+from instep.errors import CanaryError, InstepError, PlanError, SyncError, TransportError, VersionConflict
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
-from instep.source import Source
+from instep.source import Source, unchanged
 from instep.telemetry import Event, Sink, logger
 from instep.transport import Published
 from instep.transport.auto import AutoTransport
@@ -113,17 +113,12 @@ class Push:
         session = self.session
         with self.phase("publish"):
             self._free_left_versions()
-            before = session.source.stamp()
             workers = [worker for member in members for worker in member.workers]
-            self.published = session.transport.publish(tensors, lambda: self._counted(tensors), workers)
-            if session.source.stamp() != before:
-                raise SourceError(
-                    "the trainer changed its weights while they were copied; no engine was touched",
-                    next_step="push between optimizer steps, from the thread that steps",
-                )
+            with unchanged(session.source) as stamp:
+                self.published = session.transport.publish(tensors, lambda: self._counted(tensors), workers)
         with self.phase("canary"):
             self.expected = session.source.score(list(session.config.canary)) if session.config.canary else None
-        self.stamp = before
+        self.stamp = stamp
         return Manifest(self.version, base, tensors, self.published.digests, self.published.location)
 
     async def prepare(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[Member], Manifest]:

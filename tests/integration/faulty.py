@@ -58,6 +58,7 @@ class FaultyReceiver(Receiver):
     host: FaultyHost
     point = ""
     seconds = 0.0
+    refused = ""
 
     def handle(self, method: str, payload: bytes) -> bytes:
         if method == self.point:
@@ -65,12 +66,16 @@ class FaultyReceiver(Receiver):
             if self.seconds < 0:
                 os._exit(1)
             time.sleep(self.seconds)
+        if method == self.refused:
+            self.refused = ""
+            method = "told to refuse"
         return super().handle(method, payload)
 
 
 class FaultyExtension(WorkerExtension):
     """`inject("step", k)` and `inject("finish", 0)`: the commit fails. `inject("hang:METHOD", seconds)`: an answer comes late.
-    `inject("die:METHOD", rank)`: the process ends."""
+    `inject("die:METHOD", rank)`: the process ends. `inject("refuse:METHOD", 0)`: the answer is a fault.
+    With `rank` only that worker is told."""
 
     def instep_call(self, method: str, payload: bytes) -> bytes:
         self.faulty_receiver()
@@ -82,13 +87,17 @@ class FaultyExtension(WorkerExtension):
         receiver: FaultyReceiver = self.__dict__["instep_receiver"]
         return receiver
 
-    def inject(self, point: str, value: float) -> str:
+    def inject(self, point: str, value: float, rank: int | None = None) -> str:
         receiver = self.faulty_receiver()
         kind, _, method = point.partition(":")
+        if rank not in (None, receiver.host.rank):
+            return "not told"
         if kind == "step":
             receiver.host.steps = int(value)
         elif kind == "finish":
             receiver.host.finish = True
+        elif kind == "refuse":
+            receiver.refused = method
         elif kind == "hang":
             receiver.point, receiver.seconds = method, value
         elif kind == "die" and receiver.host.rank == int(value):

@@ -18,6 +18,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no time": ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
     "negative time": ({"timeout": -1.0}, "timeout must be a positive number of seconds, not -1.0"),
     "no number": ({"timeout": float("nan")}, "timeout must be a positive number of seconds, not nan"),
+    "a word": ({"timeout": "soon"}, "timeout must be a positive number of seconds, not 'soon'"),
     "for ever": ({"timeout": float("inf")}, "timeout must be a positive number of seconds, not inf"),
     "no bound": ({"canary_bound": 0.0}, "canary_bound must be positive, not 0.0"),
     "bound is no number": ({"canary_bound": float("nan")}, "canary_bound must be positive, not nan"),

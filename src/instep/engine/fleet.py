@@ -79,9 +79,10 @@ class Member:
         try:
             async with asyncio.timeout(self.timeout):
                 return await action
-        except TimeoutError:
+        except TimeoutError as error:
             self.phase, self.serving = phase, "unknown"
-            raise EngineTimeout(f"{self.name} did not answer {phase} within {self.timeout:g} s") from None
+            why = f": {error}" if error.args else ""
+            raise EngineTimeout(f"{self.name} did not answer {phase} within {self.timeout:g} s{why}") from None
         except EngineLost:
             self.serving, self.incarnation, self.plan = "unknown", None, None
             self.holding.clear()
@@ -140,7 +141,7 @@ class Member:
         if self.pushed is not None and self.version != self.pushed and self.serving == "old":
             raise VersionConflict(
                 f"{self.name} serves {self.version!r}, this trainer left it at {self.pushed!r}: another trainer pushes to it",
-                next_step="stop the other trainer, or make a new WeightSync to take over",
+                next_step="stop the other trainer, or make a new WeightSync to take over (in vLLM's phases: init_weight_transfer_engine)",
             )
         if self.plan and any(identity.plan_signature != self.plan.signature for identity in found):
             self.plan = None

@@ -1,6 +1,7 @@
-"""vLLM as an engine, seen from the trainer: an `LLM` or an `AsyncLLM` of this process, built with
+"""vLLM as an engine, seen from the trainer: an `LLM` or an `AsyncLLM` of this process, built with one of
 
 worker_extension_cls="instep.engine.vllm_worker.WorkerExtension"
+weight_transfer_config={"backend": "instep"}
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
+from instep.engine.vllm_plugin import chosen
 from instep.errors import ConfigError, EngineDirty, EngineLost
 from instep.protocol import Method
 
@@ -24,13 +26,13 @@ ENTRANCES = ("generate", "chat", "beam_search", "enqueue", "encode", "embed", "c
 
 
 def adapt(obj: Any) -> Engine | None:
-    """An engine for an `LLM` or an `AsyncLLM`; None for anything else. Raises `ConfigError` where the worker extension is missing."""
+    """An engine for an `LLM` or an `AsyncLLM`; None for anything else. Raises `ConfigError` where its workers do not know instep."""
     if not type(obj).__module__.startswith("vllm."):
         return None
     config = getattr(obj, "vllm_config", None) or getattr(getattr(obj, "llm_engine", None), "vllm_config", None)
     if config is None or not hasattr(obj, "collective_rpc"):
         return None
-    if not config.parallel_config.worker_extension_cls:
+    if not config.parallel_config.worker_extension_cls and not chosen(config):
         raise ConfigError(
             "this vLLM was started without instep's worker extension",
             next_step=f'start it with worker_extension_cls="{EXTENSION}"',

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from instep.protocol import Identity, Reply, Request, decode, encode
 from instep.receiver import Fill
 from instep.receiver.state import Receiver
 
@@ -28,6 +29,18 @@ class WorkerExtension:
             receiver = self.__dict__["instep_receiver"] = Receiver(VllmHost(self))
         reply: bytes = receiver.handle(method, payload)
         return reply
+
+    def instep_status(self) -> dict[str, Any]:
+        """What this worker serves and its last error, in plain JSON types: for people, and for vLLM's route `/collective_rpc`."""
+        reply = decode(self.instep_call("status", encode(Request(0, ""))), Reply)
+        identity = decode(reply.body, Identity)
+        return {
+            "rank": reply.rank,
+            "state": reply.state,
+            "version": reply.version,
+            "prepared": identity.prepared,
+            "last_error": identity.last_error,
+        }
 
 
 class VllmHost:

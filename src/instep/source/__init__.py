@@ -11,12 +11,13 @@ transport makes the only copy.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from instep.errors import ConfigError
+from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta
 
 
@@ -60,3 +61,15 @@ def open_source(obj: Any) -> Source:
     raise ConfigError(
         f"cannot read weights from {type(obj).__name__}: give a torch.nn.Module, a dict of tensors, a checkpoint directory or a Source"
     )
+
+
+@contextmanager
+def unchanged(source: Source) -> Iterator[Hashable]:
+    """Around a copy of the source's tensors; gives its stamp. Raises `SourceError` where the trainer changed one meanwhile."""
+    before = source.stamp()
+    yield before
+    if source.stamp() != before:
+        raise SourceError(
+            "the trainer changed its weights while they were copied; no engine was touched",
+            next_step="push between optimizer steps, from the thread that steps",
+        )

@@ -1,0 +1,232 @@
+"""instep as a backend of vLLM's own weight transfer, for vLLM 0.26 to 0.32:
+
+    LLM(model=path, weight_transfer_config={"backend": "instep"})   # or --weight-transfer-config '{"backend": "instep"}'
+
+With it vLLM's four phases bring what `vllm_publisher.py` has published, and `WeightSync` reaches the engine without a worker extension.
+
+    init     lets a new trainer take over, and may set the deadline of the phases
+    start    forgets what was staged
+    update   traces (the first time), proves the plan, opens the version, proves its bytes: what the engine serves does not change
+    finish   commits, in one call: between two engine steps
+
+Three things follow from how vLLM makes these calls.
+
+**The plan is proved in the workers.** The phases return nothing, so no trainer could put the workers' traces together. The workers do: each
+sends its replies to all others through the store that vLLM's own process group was built on, and each then judges all of them as a trainer
+does, with the same code (`fleet.Member`). All come to the same end: one worker that fails ends the update in all.
+
+**One worker raises for all.** vLLM reads the workers' replies in the order of their ranks and stops at the first that failed; those behind
+it stay in their queues, and every later call gets the replies of the one before it. So the last worker alone raises what all agree on.
+And as vLLM takes back its mark of an update in progress only where a worker raised, the mark is taken back here in all of them.
+
+**A dirty worker refuses to run.** Half an update is known to the workers and to whoever called `finish`. Should the engine be asked to
+generate before an update has healed it, the worker's next step raises `EngineDirty`, which ends the engine: better than tokens of two
+versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import inspect
+import logging
+from base64 import b64decode
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from instep.config import Config
+from instep.engine.fleet import Member
+from instep.engine.vllm_peers import Peers, receiver_of
+from instep.engine.vllm_worker import WorkerExtension
+from instep.errors import ConfigError, EngineDirty, SyncError, VersionConflict
+from instep.plan.routes import check_metadata, signature
+from instep.protocol import Manifest, Request, decode, encode
+
+logger = logging.getLogger("instep")
+T = TypeVar("T")
+
+SESSION = "vllm"
+"""A trainer that uses the phases takes over from the one before it at once: vLLM itself lets in one update at a time."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """timeout: seconds that a worker waits for the others, and for the proof of the bytes."""
+
+    timeout: float = Config().timeout
+
+    def __post_init__(self) -> None:
+        Config(timeout=self.timeout)
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """manifest: an encoded `Manifest`, in base64."""
+
+    manifest: str
+
+
+class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Stages in `update`, commits in `finish`. Every method runs in all workers of an engine, and raises in the last of them."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.worker = _worker_that_calls()
+        _answer_to_instep(self.worker)
+        _refuse_while_dirty(self.worker)
+        parallel = vllm_config.parallel_config
+        every_worker_has_its_own_caller = parallel.distributed_executor_backend == "external_launcher"
+        self.speaks = every_worker_has_its_own_caller or self.worker.rank == parallel.world_size - 1
+        self.staged: Manifest | None = None
+        self.peers = Peers(self.worker)
+        self.init_transfer_engine(InitInfo())
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | None:
+        """None where it is wrong and another worker says so."""
+        parse: Callable[[dict[str, Any]], InitInfo] = super().parse_init_info
+        return self._with_one_voice(lambda: parse(init_dict))
+
+    def init_transfer_engine(self, init_info: InitInfo | None) -> None:
+        """From here on another trainer may push than before."""
+        if init_info is not None:
+            self.peers.timeout = init_info.timeout
+            self.member = Member(self.peers, SESSION, init_info.timeout)
+            self._start_over()
+
+    def start_weight_update(self) -> None:
+        self._unstage()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._with_one_voice(lambda: self._in_step(lambda: self.receive_weights(self.parse_update_info(update_info))))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        asyncio.run(self._stage(update_info))
+
+    def finish_weight_update(self) -> None:
+        self._with_one_voice(lambda: self._in_step(lambda: asyncio.run(self._commit())))
+
+    def shutdown(self) -> None:
+        self._unstage()
+
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> None:
+        """Abstract in vLLM 0.26 and 0.27, gone from 0.28."""
+        raise NotImplementedError("send weights with instep.WeightSync, or with instep.engine.vllm_publisher.WeightPublisher")
+
+    async def _stage(self, info: UpdateInfo) -> None:
+        self.staged, manifest = None, decoded(info)
+        check_metadata(manifest.tensors)
+        await self.member.hello()
+        await self.member.trace(manifest.tensors, signature(manifest.tensors), cast=False)
+        await self.member.prepare(manifest, lambda: manifest.digests)
+        self.staged = manifest
+
+    async def _commit(self) -> None:
+        if (manifest := self.staged) is None:
+            raise VersionConflict(
+                "no version is staged: there is nothing to finish",
+                next_step="call start_weight_update, update_weights and finish_weight_update, in this order",
+            )
+        self.staged = None
+        await self.member.commit(manifest, "keep", lambda: manifest.digests)
+
+    def _in_step(self, phase: Callable[[], None]) -> None:
+        """Runs a phase in which workers ask each other. It must have ended well in all of them, also in one that was late."""
+        self.member.seq = self.peers.next_phase()
+        try:
+            phase()
+        except Exception as error:
+            self.peers.tell_end(str(error))
+            raise
+        if elsewhere := self.peers.tell_end(None):
+            if self.member.serving == "new":
+                asyncio.run(self.member.condemn(elsewhere))
+            raise SyncError(f"{self.peers.name}: {elsewhere}")
+
+    def _unstage(self) -> None:
+        self.staged = None
+        if receiver_of(self.worker) is not None:
+            self.worker.instep_call("abort", encode(Request(0, SESSION)))
+
+    def _start_over(self) -> None:
+        """Workers that ended a phase in different ways must make the same calls in the next: all trace again, and none aborts first."""
+        self._unstage()
+        self.member.condemned = None
+        if (receiver := receiver_of(self.worker)) is not None:
+            receiver.signature = None
+
+    def _with_one_voice(self, action: Callable[[], T]) -> T | None:
+        """None where it has failed and another worker says so."""
+        try:
+            return action()
+        except Exception as error:
+            if isinstance(error, SyncError):
+                error.engines = (self.member.state(),)
+            logger.warning("rank %d: %s", self.worker.rank, error)
+            self._start_over()
+            self.worker._weight_update_active = False
+            if self.speaks:
+                raise
+            return None
+
+
+def decoded(info: UpdateInfo) -> Manifest:
+    """Raises `ConfigError` for what no publisher has made."""
+    try:
+        return decode(b64decode(info.manifest, validate=True), Manifest)
+    except (TypeError, ValueError, binascii.Error, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"update_info holds no manifest of this version of instep: {error}", next_step="pass on what WeightPublisher.update_info gave"
+        ) from error
+
+
+def _worker_that_calls() -> Any:
+    """The worker that is building its backend. vLLM gives a backend the model and no way to the worker, so it is looked up in the stack."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if hasattr(found, "model_runner") and hasattr(found, "finish_weight_update"):
+            return found
+        frame = frame.f_back
+    raise ConfigError(
+        "this vLLM builds its weight transfer engine in a way that instep does not know",
+        next_step='start it with worker_extension_cls="instep.engine.vllm_worker.WorkerExtension" instead of the backend',
+    )
+
+
+def _answer_to_instep(worker: Any) -> None:
+    """`collective_rpc` finds instep's calls in this worker, as if it had the extension."""
+    for call in (WorkerExtension.instep_call, WorkerExtension.instep_status):
+        if not hasattr(worker, call.__name__):
+            setattr(worker, call.__name__, MethodType(call, worker))
+
+
+def _refuse_while_dirty(worker: Any) -> None:
+    """Steps without tokens go on: with one of these vLLM tells its workers which requests have ended, also of a paused engine."""
+
+    def check() -> None:
+        receiver = receiver_of(worker)
+        if receiver is not None and receiver.state == "dirty":
+            raise EngineDirty(f"rank {worker.rank} holds parts of two versions and refuses to run: {receiver.last_error}")
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            check()
+        return run(scheduler_output, *args, **kwargs)
+
+    def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return run_dummy(*args, **kwargs)
+
+    run, run_dummy = worker.execute_model, worker.execute_dummy_batch
+    worker.execute_model, worker.execute_dummy_batch = execute_model, execute_dummy_batch

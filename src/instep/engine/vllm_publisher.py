@@ -1,0 +1,85 @@
+"""The trainer's side for those who keep vLLM's four phases, with engines on the trainer's host that were started with
+
+weight_transfer_config={"backend": "instep"}
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from instep.config import Config, check_version
+from instep.plan.routes import check_metadata
+from instep.protocol import Manifest, TensorMeta, dtype_name, encode
+from instep.source import open_source, unchanged
+from instep.transport.shm import ShmTransport
+
+
+class WeightPublisher:
+    """Publishes versions in shared memory, and makes what vLLM's phases take.
+
+        publisher = WeightPublisher(model)
+        llm.init_weight_transfer_engine({"init_info": publisher.init_info()})
+        for step in range(steps):
+            train(model)
+            llm.start_weight_update()
+            llm.update_weights({"update_info": publisher.update_info(f"step-{step}")})
+            llm.finish_weight_update(f"step-{step}")
+            llm.reset_prefix_cache()
+
+    One `update_info` serves any number of engines. With `AsyncLLM` and over HTTP: pause before `start`, resume after `finish`. `WeightSync`
+    does all this, heals what can be healed, and needs no phases.
+
+    source: as for `WeightSync`.
+    dtype: tensors of floating-point numbers are rounded to it. Without it the source's dtypes must be those that the engine stores.
+    timeout: seconds that an engine's workers wait for each other, and for the proof of the bytes.
+    """
+
+    def __init__(self, source: Any, *, dtype: torch.dtype | None = None, timeout: float = Config().timeout) -> None:
+        self._config = Config(timeout=timeout)
+        self._source = open_source(source)
+        self._dtype = dtype
+        self._transport = ShmTransport()
+        self._in_use = False
+
+    def init_info(self) -> dict[str, Any]:
+        """For `init_weight_transfer_engine`. Plain JSON types."""
+        return {"timeout": self._config.timeout}
+
+    def update_info(self, version: str, *, base: str | None = None) -> dict[str, Any]:
+        """For `update_weights`: the source's weights of this moment, copied before this returns. Plain JSON types.
+
+        The version published before can be opened no more; an engine that has staged it keeps it.
+
+        base: engines refuse unless they serve this version.
+
+        Raises `ConfigError`, `SourceError`, `PlanError`, `TransportError`: nothing was published.
+        """
+        check_version(version)
+        tensors = [self._sent(meta) for meta in self._source.metadata()]
+        check_metadata(tensors)
+        if self._in_use:  # by an engine that has not finished: memory of its own for the next version
+            self._transport.close()
+            self._transport = ShmTransport()
+        self._in_use = True
+        with unchanged(self._source):
+            published = self._transport.publish(tensors, self._source.tensors())
+        manifest = Manifest(version, base, tensors, published.digests, published.location)
+        return {"manifest": b64encode(encode(manifest)).decode()}
+
+    def finished(self) -> None:
+        """Every engine that was given the last `update_info` has finished, so that the next one may use the same memory. Optional: memory
+        that is used again saves the time in which the kernel gives out new pages."""
+        self._transport.release_all_but(set())
+        self._in_use = False
+
+    def close(self) -> None:
+        """Frees the shared memory. Engines go on serving what they serve."""
+        self._transport.close()
+
+    def _sent(self, meta: TensorMeta) -> TensorMeta:
+        floating = getattr(torch, meta.dtype).is_floating_point
+        return structs.replace(meta, dtype=dtype_name(self._dtype)) if self._dtype is not None and floating else meta
