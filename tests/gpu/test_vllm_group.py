@@ -53,13 +53,12 @@ def test_nccl_pushes_are_bit_equal_and_stream_into_live_storage(other_gpu: Any) 
     from_disk = greedy(other_gpu, PROMPTS)
     trainer = model("tiny", 1, "cuda:0")
     with WeightSync(trainer, [other_gpu], transport="nccl") as sync:
-        first = sync.push("one")
+        sync.push("one")
         assert greedy(other_gpu, PROMPTS) != from_disk
         trainer.load_state_dict(model("tiny", 2, "cuda:0").state_dict())
         second = sync.push("two")
         assert greedy(other_gpu, PROMPTS) == from_disk
         assert used(sync) == "nccl"
-        assert first.engines[0].reload != {} or first.engines[0].direct
         assert second.engines[0].reload == {}
         assert second.engines[0].read_back == second.tensors
         with torch.no_grad():
@@ -119,10 +118,7 @@ FALLBACK = textwrap.dedent("""
     from instep import WeightSync
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     if __name__ == "__main__":
-        import os
-        setting = os.environ.pop("PYTORCH_ALLOC_CONF")
         llm = start(folder("tiny"), "1", gpu_memory_utilization=0.1)
-        torch.cuda.memory._set_allocator_settings(setting)
         trainer = model("tiny", 1, "cuda:0")
         with WeightSync(trainer, [llm]) as sync:
             sync.push("one")
@@ -136,7 +132,7 @@ def test_expandable_segments_are_explained_and_nccl_is_taken(tmp_path: Path) -> 
     program.write_text(FALLBACK)
     done = subprocess.run(
         [sys.executable, program, Path(__file__).parent],
-        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         capture_output=True,
         text=True,
         timeout=240,

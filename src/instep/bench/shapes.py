@@ -67,4 +67,6 @@ def model(name: str, seed: int, device: str) -> Any:
         for param in made.parameters():
             if param.ndim > 1:
                 param.normal_(0.0, 0.08 if name == "tiny" else 0.02)
+            else:
+                param.normal_(1.0, 0.05)
     return made.eval()

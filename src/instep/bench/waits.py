@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import queue
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-DEADLINE = 90.0
+DEADLINE = 60.0
 """Seconds for one step: setting a way up, one push, one look at the engine."""
 
 
@@ -63,4 +64,5 @@ def bounded(what: str, call: Callable[[], T], seconds: float = DEADLINE) -> T:
         if future.done():
             raise
         _steps.clear()
+        faulthandler.dump_traceback()  # where it waits
         raise Late(f"{what} did not end within {seconds:g} s") from None

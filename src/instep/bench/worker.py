@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import time
@@ -26,7 +27,11 @@ class BenchExtension(WorkerExtension):
     def bench_call(self, method: str, arguments: list[Any]) -> Any:
         if "bench_worker" not in self.__dict__:
             self.__dict__["bench_worker"] = BenchWorker(VllmHost(self))
-        return getattr(self.__dict__["bench_worker"], method)(*arguments)
+        faulthandler.dump_traceback_later(DEADLINE / 2)  # where it waits
+        try:
+            return getattr(self.__dict__["bench_worker"], method)(*arguments)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 class BenchWorker:
