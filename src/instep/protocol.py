@@ -193,10 +193,9 @@ class CommitRequest(msgspec.Struct, frozen=True):
 
 
 class WorkerReceipt(msgspec.Struct, frozen=True):
-    """What one worker did in a commit. Seconds by phase; bytes read from the published version."""
+    """What one worker did in a commit, with seconds by phase."""
 
     rank: int
-    nbytes: int
     seconds: dict[str, float]
     direct: list[str]
     """Layers whose regions were copied straight into live storage."""

@@ -33,8 +33,9 @@ class Session:
     sinks: Sequence[Sink]
     history: list[str] = field(default_factory=list)
     described: list[TensorMeta] = field(default_factory=list)
-    """The source's tensors as they were checked last, and their signature: both hold for an equal list."""
+    """The source's tensors as they were checked last. Their signature and sizes hold for an equal list."""
     signature: str = ""
+    sizes: dict[str, int] = field(default_factory=dict)
     current: Manifest | None = None
     """The version that at least one engine serves, still published."""
     published: Published | None = None
@@ -78,7 +79,7 @@ class Push:
             tensors = session.source.metadata()
             if tensors != session.described or not tensors:
                 check_metadata(tensors)
-                session.described, session.signature = list(tensors), signature(tensors)
+                session.described, session.signature, session.sizes = list(tensors), signature(tensors), sizes(tensors)
         return session.described
 
     async def connect(self) -> list[Member]:
@@ -179,10 +180,10 @@ class Push:
         session = self.session
         gap = await self._canary([member for member in session.fleet.members if member.name in done])
         self.seconds["total"] = time.perf_counter() - self.started
-        sent = [meta for meta in manifest.tensors if not meta.alias_of]
+        sent = sizes(manifest.tensors)
         receipt = Receipt(
             version=self.version,
-            nbytes=sum(meta.nbytes for meta in sent),
+            nbytes=sum(sent.values()),
             tensors=len(sent),
             seconds=self.seconds,
             digest=total(self.digests()),
@@ -233,11 +234,12 @@ class Push:
 
     def _counted(self, tensors: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
         """The source's tensors. Tells of every hundredth of their bytes."""
-        sizes = {meta.name: meta.nbytes for meta in tensors if not meta.alias_of}
-        nbytes, told, everything = 0, 0, sum(sizes.values())
-        for name, value in self.session.source.tensors():
+        session = self.session
+        of = session.sizes if tensors is session.described else sizes(tensors)
+        nbytes, told, everything = 0, 0, sum(of.values())
+        for name, value in session.source.tensors():
             yield name, value
-            nbytes += sizes.get(name, 0)
+            nbytes += of.get(name, 0)
             if nbytes == everything or nbytes - told >= everything / 100:
                 self.tell(Event("bytes", self.version, "publish", nbytes, everything))
                 told = nbytes
@@ -257,3 +259,8 @@ class Push:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def sizes(tensors: Sequence[TensorMeta]) -> dict[str, int]:
+    """Bytes of each tensor that is sent."""
+    return {meta.name: meta.nbytes for meta in tensors if not meta.alias_of}

@@ -259,7 +259,7 @@ def test_nothing_grows_over_200_versions(transport: ShmTransport, segments: Path
     for step in range(200):
         manifest = publish(transport, values)
         reader = open_location(manifest, ME)
-        assert reader.data(manifest.tensors[0]).size == 400_000
+        assert reader.tensor(manifest.tensors[0]).nbytes == 400_000
         assert reader.close()
         transport.release_all_but(set())
         if step:

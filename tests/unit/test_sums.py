@@ -38,7 +38,7 @@ def part(region: Region) -> int:
 
 
 def receipt(rank: int, **sums: dict[str, int]) -> WorkerReceipt:
-    return msgspec.structs.replace(WorkerReceipt(rank, 0, {}, [], [], {}, 0), **sums)
+    return msgspec.structs.replace(WorkerReceipt(rank, {}, [], [], {}, 0), **sums)
 
 
 DIGESTS = {"w": digest(WHOLE, META)}

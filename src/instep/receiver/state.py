@@ -196,7 +196,6 @@ class Receiver:
         self.history[manifest.version] = total(manifest.digests)
         return WorkerReceipt(
             rank=self.host.rank,
-            nbytes=sum(meta.nbytes for meta in manifest.tensors if not meta.alias_of),
             seconds={"arrive": arrived, "apply": applied - started, "read_back": done - applied},
             direct=sorted(applier.direct),
             rebuilt=sorted(applier.rebuild),

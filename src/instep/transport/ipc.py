@@ -94,6 +94,7 @@ class IpcTransport(Pull):
         shared = {name: self._shareable(name, value.detach(), metas.get(name), device) for name, value in given.items()}
         if missing := metas.keys() - shared.keys():
             raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
+        torch.cuda.synchronize(device)  # makes the context current in this thread before the driver is called
         bases = {name: driver.allocation(tensor.data_ptr())[0] for name, tensor in shared.items()}
         self.handles = {base: self.handles.get(base) or _handle(base) for base in bases.values()}
         order = {base: index for index, base in enumerate(self.handles)}

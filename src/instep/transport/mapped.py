@@ -30,22 +30,19 @@ class Mapped:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # one walk instead of a fault for each page
         self.map = mmap.mmap(file, max(self.size, 1), flags, mmap.PROT_READ)
         self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            self.flat = torch.from_numpy(self.bytes)
 
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
         return digests(self.bytes[: self.size], tensors, self.offsets)
 
-    def data(self, meta: TensorMeta) -> Bytes:
-        at = self.offsets[meta.alias_of or meta.name]
-        return self.bytes[at : at + meta.nbytes]
-
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(self.data(meta)) if meta.nbytes else torch.empty(0, dtype=torch.uint8)
-        return flat.view(getattr(torch, meta.dtype)).view(meta.shape)
+        at = self.offsets[meta.alias_of or meta.name]
+        return self.flat[at : at + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
     def close(self) -> bool:
-        self.bytes = np.empty(0, np.uint8)
+        self.bytes, self.flat = np.empty(0, np.uint8), torch.empty(0)
         with suppress(BufferError):
             self.map.close()
         return self.map.closed
