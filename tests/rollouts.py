@@ -173,3 +173,9 @@ def harness(*tools: Any, parser: ToolParser | None = None, **limits: Any) -> Har
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Its result, within ten seconds."""
     return asyncio.run(asyncio.wait_for(coroutine, 10.0))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits for something that nobody reports."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)

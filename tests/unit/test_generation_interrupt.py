@@ -8,14 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from rollouts import HANG, Room, Say, ScriptedClient, decode, harness, request, run, said
+from rollouts import HANG, Room, Say, ScriptedClient, decode, harness, request, run, said, until
 
 from instep.errors import GenerationError
 from instep.generation import Harness, RequestId, Sample, answer, rollout
 from instep.generation import rollout as rollout_function
-from instep.generation.rollout import GRACE
-
-assert GRACE > 1
 
 
 def until_aborted(client: ScriptedClient, with_: Harness, ready: Callable[[], Any], **settings: Any) -> Sample:
@@ -24,8 +21,7 @@ def until_aborted(client: ScriptedClient, with_: Harness, ready: Callable[[], An
     async def main() -> Sample:
         aborted = asyncio.Event()
         task = asyncio.ensure_future(rollout(request(**settings), 0, client, with_, aborted))
-        while not ready():
-            await asyncio.sleep(0.001)
+        await until(ready)
         aborted.set()
         return await task
 
@@ -106,8 +102,7 @@ def test_cancelling_an_answer_cancels_what_it_waits_for_and_closes_environments(
 
     async def main() -> None:
         task = asyncio.ensure_future(answer(request(n=2), client, machine))
-        while len(client.hanging if where == "engine" else say.calls) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(client.hanging if where == "engine" else say.calls) == 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

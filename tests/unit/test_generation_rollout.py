@@ -48,7 +48,7 @@ def test_the_next_turn_continues_the_sampled_tokens_not_their_text_encoded_again
 
 
 def test_calls_are_read_from_the_tokens_that_were_kept_where_a_stop_string_ends_inside_one() -> None:
-    token_ids = encode("<say>x") + [1004]  # the last token is `</say>\n`: an engine's text would end before the newline
+    token_ids = [*encode("<say>x"), 1004]  # the last token is `</say>\n`: an engine's text would end before the newline
     sample = one(ScriptedClient(said(token_ids), said("end")), harness(Say()))
     assert sample.token_ids[:7] == token_ids
     assert [record.arguments for record in sample.tools] == [{"text": "x"}]
@@ -192,7 +192,12 @@ def test_min_tokens_count_down_over_the_turns() -> None:
 
 
 def broken(**changes: Any) -> Completion:
-    fields: dict[str, Any] = {"token_ids": [97, 98], "logprobs": [-1.0, -1.0], "finish_reason": "stop", "versions": [VersionSpan("v1", 0, 2)]}
+    fields: dict[str, Any] = {
+        "token_ids": [97, 98],
+        "logprobs": [-1.0, -1.0],
+        "finish_reason": "stop",
+        "versions": [VersionSpan("v1", 0, 2)],
+    }
     return Completion(**{**fields, **changes})
 
 

@@ -43,23 +43,23 @@ def test_a_tool_that_hangs_is_stopped_and_the_model_is_told() -> None:
 
 
 def test_a_tool_that_ignores_being_cancelled_does_not_hold_the_sample() -> None:
+    released = asyncio.Event()
+
     async def stubborn() -> str:
-        for _ in range(4):
+        while not released.is_set():
             try:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.01)
             except asyncio.CancelledError:
                 continue
         return "late"
 
-    async def main() -> float:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+    async def main() -> ToolRecord:
+        tools = await ToolSet.connect([Say(lambda text: stubborn())])
         record = await tools.call(ToolCall("say", {"text": ""}), within=0.02)
-        assert record.outcome == "timeout"
-        return loop.time() - started
+        released.set()  # only now can it end
+        return record
 
-    tools = run(ToolSet.connect([Say(lambda text: stubborn())]))
-    assert run(main()) < 0.2 * 4
+    assert run(main()).outcome == "timeout"
 
 
 def test_a_time_out_inside_a_tool_is_the_tools_error_not_its_deadline() -> None:
@@ -204,5 +204,5 @@ def test_a_handle_whose_actor_does_not_answer_is_refused() -> None:
         async def describe(self) -> Any:  # type: ignore[override]
             await asyncio.sleep(3600)
 
-    with pytest.raises(ConfigError, match="did not describe itself in 0.02 seconds"):
+    with pytest.raises(ConfigError, match="did not describe itself"):
         run(ToolSet.connect([Handle(Silent())], within=0.02))

@@ -91,7 +91,7 @@ def _become(job: dict[str, Any], folder: str) -> None:
         if os.getppid() != keeper:
             os._exit(127)
         _refuse(job["network"])
-        os.execve(sys.executable, [sys.executable, "-I", "main.py"], {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder})
+        os.execve(sys.executable, [sys.executable, "-I", "-u", "main.py"], {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder})
     except BaseException as error:
         os.write(1, f"the program could not be started: {error}\n".encode())
         os._exit(127)
