@@ -114,11 +114,9 @@ def test_code_that_passes_some_tests_is_wrong_unless_a_part_is_enough() -> None:
     assert score(CodeTests(threshold=0.5), CODE, tests) == 0.5
 
 
-@pytest.mark.parametrize(
-    "code", ["raise SystemExit(0)", "import os; os._exit(0)", "while True: pass", "def double(x", "import os; os.close(1); os.close(2)", ""]
-)
+@pytest.mark.parametrize("code", ["raise SystemExit(0)", "import os; os._exit(0)", "while True: pass", "def double(x"])
 def test_code_that_ends_or_breaks_before_its_tests_passes_none(code: str) -> None:
-    assert score(CodeTests(SandboxLimits(seconds=0.5)), f"```python\n{code}\n```", ["assert double(1) == 2"]) == 0.0
+    assert score(CodeTests(SandboxLimits(seconds=0.3)), f"```python\n{code}\n```", ["assert double(1) == 2"]) == 0.0
 
 
 def test_a_test_that_hangs_costs_no_test_that_passed_before_it() -> None:
