@@ -11,8 +11,9 @@ from engines import settings
 from rollouts import ScriptedClient, run, said
 
 from instep.errors import ConfigError
-from instep.generation import Harness, Limits, PromptId, PromptRequest, Sampling, ToolDefinition, ToolSet, rollout
+from instep.generation import Harness, Limits, PromptId, PromptRequest, Sampling, ToolDefinition, ToolSet
 from instep.generation.parsers import ChatParser, vllm_parser
+from instep.generation.rollout import rollout
 from instep.generation.sampling import from_vllm
 from instep.generation.types import ToolCall
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from rollouts import TOKENIZER, Say, encode, harness, request, run
 
 from instep.errors import ConfigError
-from instep.generation import Completion, Harness, Limits, RequestId, Sample, Sampling, VersionSpan, rollout
+from instep.generation import Completion, Harness, Limits, RequestId, Sample, Sampling, VersionSpan
 from instep.generation.budget import room, shorten, truncate, turn_tokens
 from instep.generation.parsers import TaggedParser
+from instep.generation.rollout import rollout
 
 COUNTS = st.integers(0, 40)
 POSITIVE = st.integers(1, 40)

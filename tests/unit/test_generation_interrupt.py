@@ -11,8 +11,8 @@ import pytest
 from rollouts import HANG, Room, Say, ScriptedClient, decode, harness, request, run, said, until
 
 from instep.errors import GenerationError
-from instep.generation import Harness, RequestId, Sample, answer, rollout
-from instep.generation import rollout as rollout_function
+from instep.generation import Harness, RequestId, Sample, answer
+from instep.generation.rollout import rollout
 
 
 def until_aborted(client: ScriptedClient, with_: Harness, ready: Callable[[], Any], **settings: Any) -> Sample:
@@ -71,7 +71,7 @@ def test_an_engine_that_does_not_answer_an_abort_is_left_behind(monkeypatch: pyt
         async def abort(self, id: RequestId) -> None:
             await asyncio.sleep(3600)
 
-    monkeypatch.setitem(rollout_function.__globals__, "GRACE", 0.01)
+    monkeypatch.setattr("instep.generation.rollout.GRACE", 0.01)
     client = Deaf(HANG)
     sample = until_aborted(client, harness(), lambda: client.hanging)
     assert (sample.finish_reason, client.cancelled) == ("abort", [sample.id])

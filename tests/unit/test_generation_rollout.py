@@ -8,7 +8,8 @@ import pytest
 from rollouts import HANG, TOKENIZER, Say, ScriptedClient, decode, encode, harness, request, run, said
 
 from instep.errors import ConfigError, GenerationError
-from instep.generation import Completion, Harness, Limits, PromptId, RequestId, Sample, ToolSet, VersionSpan, answer, rollout
+from instep.generation import Completion, Harness, Limits, PromptId, RequestId, Sample, ToolSet, VersionSpan, answer
+from instep.generation.rollout import rollout
 from instep.generation.statistics import metrics
 from instep.generation.types import ToolRecord
 

@@ -15,8 +15,9 @@ import pytest
 from rollouts import Say, ScriptedClient, decode, harness, request, run, said, until
 
 from instep.errors import ConfigError
-from instep.generation import ToolSet, rollout, sandbox
+from instep.generation import ToolSet, sandbox
 from instep.generation.python_tool import PythonTool
+from instep.generation.rollout import rollout
 from instep.generation.sandbox import Run, SandboxLimits, run_python
 from instep.generation.types import ToolCall, ToolRecord
 

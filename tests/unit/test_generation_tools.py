@@ -9,7 +9,8 @@ import pytest
 from rollouts import Say, ScriptedClient, decode, harness, request, run, said
 
 from instep.errors import ConfigError
-from instep.generation import Sample, ToolDefinition, ToolOutput, ToolSet, rollout
+from instep.generation import Sample, ToolDefinition, ToolOutput, ToolSet
+from instep.generation.rollout import rollout
 from instep.generation.schema import Arguments
 from instep.generation.types import ToolCall, ToolRecord
 

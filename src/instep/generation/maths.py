@@ -15,6 +15,7 @@ import time
 import weakref
 from asyncio import get_running_loop
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,4 +103,7 @@ class Worker:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.communicate()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # what it has not read is of no use to anybody
+            pipe.close()  # type: ignore[union-attr]

@@ -46,7 +46,10 @@ class Client(Protocol):
     """
 
     async def complete(self, prompt_token_ids: Sequence[int], sampling: Sampling, id: RequestId, turn: int) -> Completion:
-        """Samples one turn. What it raises ends the prompt, all samples of it."""
+        """Samples one turn. What it raises ends the prompt, all samples of it. Cancelled, it stops the engine working on it.
+
+        `id` and `turn` name the request. `id.prompt` is what samples of one prompt have in common, should a cache need a salt.
+        """
 
     async def abort(self, id: RequestId) -> None:
         """Makes a `complete` that is under way answer with what it has, finish reason `abort`."""
