@@ -13,6 +13,7 @@
         DigestMismatch    ... because the bytes are not the trainer's
         CanaryError       ... because the engine computes something else than the trainer
       EngineDirty         an engine that holds half an update was asked to generate
+      GenerationError     an engine's answer to a prompt cannot be trained on
 
 `ConfigError`, `SourceError`, `PlanError`, `VersionConflict` and `TransportError` mean that every engine still serves what it served.
 """
@@ -95,6 +96,12 @@ class EngineDirty(InstepError):
     """The engine holds parts of two versions and refuses to generate."""
 
     next_step = "push a version: a full update heals it"
+
+
+class GenerationError(InstepError):
+    """An engine's answer to a prompt cannot be trained on: tokens without log-probabilities, or of no known version."""
+
+    next_step = "the engine or its client is at fault; no sample was made of this answer"
 
 
 class SyncError(InstepError):

@@ -16,6 +16,7 @@ from instep.errors import (
     EngineLost,
     EngineState,
     EngineTimeout,
+    GenerationError,
     InstepError,
     PlanError,
     SourceError,
@@ -42,7 +43,7 @@ STATES = (
 
 
 def test_the_classes_are_those_that_are_tested_here() -> None:
-    assert set(CLASSES) == {InstepError, ConfigError, EngineDirty, *UNTOUCHED, *OF_A_PUSH}
+    assert set(CLASSES) == {InstepError, ConfigError, EngineDirty, GenerationError, *UNTOUCHED, *OF_A_PUSH}
 
 
 @pytest.mark.parametrize("kind", OF_A_PUSH)

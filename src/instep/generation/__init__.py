@@ -1,0 +1,74 @@
+"""Rollouts: prompts become samples with tokens, log-probabilities, tool calls and rewards, and every token knows its weights' version.
+
+    harness = Harness(tokenizer, Limits(max_model_len=8192), await ToolSet.connect([PythonTool()]), vllm_parser("hermes", tokenizer))
+    rewards = RewardConfig(verifiers={"maths": Maths()}, non_stop_penalty=0.0)
+    reward = rewards.build(tokenizer)
+
+    harness.check(request), rewards.check(request)            # refuse a prompt before anything is spent on it
+    result = await answer(request, client, harness, aborted)  # n samples side by side, in turns of the model and of its tools
+    result = await reward(result)                             # after the engine's places were given back
+
+What an actor does around it. *Prefetch*: takes `sampling.n` places of its limit before `answer`, and gives them back before `reward`.
+*Pause and drain*: its `Client.complete` waits at a gate, so that a drain waits for turns under way and not for tools; the engine says in
+`Completion.versions` which weights sampled what. *Cancel*: setting `aborted` ends samples soon and keeps what they have; cancelling the
+task of `answer` drops them, and closes their environments. *Errors*: what a client raises comes out of `answer` and should end the run;
+what tools and verifiers do wrong is in the records, and ends nothing. *Staleness*: `statistics.lag(sample, history)`.
+"""
+
+from instep.generation.budget import Limits
+from instep.generation.http_tool import HttpTool
+from instep.generation.maths import Maths
+from instep.generation.parsers import ChatParser, TaggedParser, WholeTurnParser, vllm_parser
+from instep.generation.python_tool import PythonTool
+from instep.generation.rewards import RewardConfig
+from instep.generation.rollout import Client, Harness, answer
+from instep.generation.sampling import Sampling
+from instep.generation.sandbox import SandboxLimits
+from instep.generation.tools import Environment, Tool, ToolDefinition, ToolOutput, ToolSet
+from instep.generation.types import (
+    Completion,
+    GenerationResult,
+    Label,
+    PromptId,
+    PromptRequest,
+    RequestId,
+    Sample,
+    VersionSpan,
+)
+from instep.generation.verifiers import Answer, CodeTests, ExactMatch, Format, Numeric, Verifier
+
+__all__ = [
+    "Answer",
+    "ChatParser",
+    "Client",
+    "CodeTests",
+    "Completion",
+    "Environment",
+    "ExactMatch",
+    "Format",
+    "GenerationResult",
+    "Harness",
+    "HttpTool",
+    "Label",
+    "Limits",
+    "Maths",
+    "Numeric",
+    "PromptId",
+    "PromptRequest",
+    "PythonTool",
+    "RequestId",
+    "RewardConfig",
+    "Sample",
+    "Sampling",
+    "SandboxLimits",
+    "TaggedParser",
+    "Tool",
+    "ToolDefinition",
+    "ToolOutput",
+    "ToolSet",
+    "Verifier",
+    "VersionSpan",
+    "WholeTurnParser",
+    "answer",
+    "vllm_parser",
+]

@@ -1,0 +1,186 @@
+"""The records of a rollout: what is asked, what the engine answers, and what is known of every sample afterwards.
+
+A sample is one record; nothing is kept in lists that must stay parallel across samples. Within a sample `token_ids`, `logprobs` and
+`mask` have one entry for each token of the response. All records are msgspec structs: they pickle, and `msgspec.json.encode` writes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from instep.errors import ConfigError
+from instep.generation.sampling import Sampling
+
+Split = Literal["train", "eval"]
+
+FinishReason = Literal["stop", "length", "tool_limit", "done", "abort", "error", "repetition"]
+"""Why a sample ended.
+
+stop: the model ended it (end token, stop token or stop string). length: a budget did, of the response, of the context or of a turn.
+tool_limit: the model called tools after it was told that it has no calls left. done: an environment said so. abort: it was aborted or took
+too long. error, repetition: the engine's own words.
+"""
+
+Outcome = Literal["ok", "error", "timeout", "excess", "unknown", "malformed", "abort"]
+"""What became of a tool call.
+
+excess: over the limit, not executed. unknown: this sample has no such tool. malformed: its arguments cannot be read. abort: the sample was.
+"""
+
+
+class PromptId(Struct, frozen=True, order=True):
+    """One prompt of one round. `round` tells an epoch's training prompts, or a step's evaluation, from the same prompts at another time."""
+
+    split: Split
+    round: int
+    prompt: str
+
+    def __str__(self) -> str:
+        return f"{self.split}/{self.round}/{self.prompt}"
+
+
+class RequestId(Struct, frozen=True, order=True):
+    """One sample of a prompt. Its text is for engines and logs; nobody parses it."""
+
+    prompt: PromptId
+    sample: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt}/{self.sample}"
+
+
+class Label(Struct, frozen=True):
+    """What a prompt's answers are verified against: the name of a verifier in `RewardConfig.verifiers`, and what that verifier takes."""
+
+    verifier: str
+    value: Any
+    weight: float = 1.0
+
+
+class PromptRequest(Struct, frozen=True, kw_only=True):
+    """A prompt and everything that belongs to it. It comes back in the result, so that nothing is looked up by a position.
+
+    prompt_token_ids: the prompt as the trainer sees it, special tokens included.
+    tools: names of the tools that its samples may call; None means all, () none.
+    tool_config: by a tool's name, what its `session` is opened with.
+    index, metadata: the caller's own, handed back untouched.
+    """
+
+    id: PromptId
+    prompt_token_ids: list[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    tools: tuple[str, ...] | None = None
+    tool_config: dict[str, dict[str, Any]] = {}
+    labels: tuple[Label, ...] = ()
+    index: int | None = None
+    metadata: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ConfigError(f"prompt {self.id} has no tokens")
+
+
+class VersionSpan(Struct, frozen=True):
+    """Tokens `[start, end)` were sampled with the weights labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """What an engine answers to one turn.
+
+    token_ids: what was sampled, end and stop tokens included.
+    logprobs: of these tokens, natural logarithm, after temperature and whatever else shaped the distribution that was sampled from.
+    finish_reason: the engine's: stop, length, abort, error or repetition. An aborted turn holds the tokens that there were.
+    versions: a partition of `[0, len(token_ids))`. An engine that does not report spans has one, labelled with the version that it served
+        when it took the request: an old token is then never called fresh.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length", "abort", "error", "repetition"]
+    stop_reason: int | str | None = None
+    versions: list[VersionSpan]
+
+
+class ToolCall(Struct, frozen=True):
+    """A call that a parser found. `error` says why there are no arguments; the model is told."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+    error: str | None = None
+
+
+class ToolRecord(Struct, frozen=True, kw_only=True):
+    """A tool call and what came of it. `turn` counts the model's turns from 0; `seconds` is the time that the tool took."""
+
+    tool: str
+    turn: int
+    outcome: Outcome
+    arguments: dict[str, Any] = {}
+    output: str = ""
+    error: str | None = None
+    seconds: float = 0.0
+    role: str = "tool"
+    reward: float | None = None
+    done: bool = False
+    info: dict[str, Any] = {}
+
+    @property
+    def observation(self) -> str:
+        """What the model is shown: the output, and the error if there was one."""
+        return "\n".join(part for part in (self.output, f"Error: {self.error}" if self.error else "") if part)
+
+
+class RewardPart(Struct, frozen=True):
+    """One verifier's word on a sample. `value` is 0 where `error` says that the verifier broke."""
+
+    name: str
+    value: float
+    weight: float = 1.0
+    error: str | None = None
+
+
+class Reward(Struct, frozen=True):
+    """A sample's score and the parts that it was made of. With an `error` the score is `RewardConfig.error_score`."""
+
+    score: float
+    parts: list[RewardPart] = []
+    error: str | None = None
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """One rollout.
+
+    token_ids: the response, the model's tokens and the tools' as the model saw them.
+    logprobs: of the model's tokens as in `Completion`; 0.0 for the tools'.
+    mask: 1 for the model's tokens, 0 for the tools'.
+    versions: spans over the model's tokens, which they partition.
+    turns: how often the engine was asked. cut: tokens of tool output that did not fit into a budget.
+    error: what the reader should know of a sample that could not run as asked.
+    """
+
+    id: RequestId
+    token_ids: list[int]
+    logprobs: list[float]
+    mask: list[int]
+    versions: list[VersionSpan]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    tools: list[ToolRecord] = []
+    turns: int = 0
+    cut: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    reward: Reward | None = None
+
+
+class GenerationResult(Struct, frozen=True, kw_only=True):
+    """A request and its samples, `request.sampling.n` of them, in order."""
+
+    request: PromptRequest
+    samples: list[Sample]
