@@ -153,6 +153,7 @@ class BroadcastTransport:
                     self.sent.set_result(self._send(self.group))
         except Exception as error:
             self._end_group(str(error.args[0]) if error.args else repr(error))
+            self._leave()  # what is still on its way would keep the trainer's GPU waiting
             failure = error if isinstance(error, InstepError) else TransportError(f"the trainer cannot send: {error!r}")
             if not self.sent.done():
                 self.sent.set_exception(failure)

@@ -54,7 +54,8 @@ def give_up(store: Any, key: str, reason: str) -> None:
 
 def _write(store: Any, reason: str) -> None:
     with suppress(Exception):
-        store.set(GAVE_UP, reason)
+        if not store.check([GAVE_UP]):  # the first reason is the one to tell
+            store.set(GAVE_UP, reason)
 
 
 class Group:
@@ -119,6 +120,7 @@ class Group:
         try:
             work.wait()
         except Exception as error:
+            self._look(now=True)  # a peer that gave up says why
             raise self._break("a peer failed", error) from error
 
     def settle(self) -> None:
@@ -137,11 +139,10 @@ class Group:
             self._look()
             time.sleep(0 if turn < 50 else 0.0002)
 
-    def _look(self) -> None:
-        now = time.monotonic()
-        if now - self._looked < LOOK:
+    def _look(self, *, now: bool = False) -> None:
+        if not now and time.monotonic() - self._looked < LOOK:
             return
-        self._looked = now
+        self._looked = time.monotonic()
         try:
             gave_up = self.store.get(GAVE_UP).decode() if self.store.check([GAVE_UP]) else None
         except Exception as error:
