@@ -106,5 +106,15 @@ def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
 
 
 @lru_cache(maxsize=16)
+def warm_up(device: torch.device) -> None:
+    """Compiles the kernels for a GPU: seconds that no engine should be paused for."""
+    words = torch.zeros(2, dtype=torch.int64, device=device)
+    run = Run(words.data_ptr(), words.data_ptr() + 8, 1, 1, 1, 1, 0, 0, 0, "bfloat16")
+    for copy in (True, False):
+        Table([run], 1, device, copy=copy).launch()
+    torch.cuda.synchronize(device)
+
+
+@lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(inner_weights().view(np.int64)).to(device)

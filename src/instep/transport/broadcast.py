@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from instep.digest_cuda import warm_up
 from instep.errors import InstepError, SourceError, TransportError
 from instep.plan.buckets import buckets, layout, padded
 from instep.protocol import Identity, Location, TensorMeta
@@ -146,6 +147,8 @@ class BroadcastTransport:
 
     def _take_part(self, step: str) -> InstepError | None:
         try:
+            if self.device.type == "cuda":
+                warm_up(self.device)
             if self.group is None:
                 self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
             if step == self.way.step:

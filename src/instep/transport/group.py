@@ -23,7 +23,7 @@ from instep.errors import TransportError
 GAVE_UP = "gave up"
 LOOK = 0.05  # seconds between two looks for a rank that gave up
 NEVER = timedelta(days=365)  # torch's own watchdog ends the whole process: deadlines are kept here instead
-QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
 def serve(host: str, port: int = 0) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from instep.digest_cuda import warm_up
 from instep.errors import TransportError
 from instep.plan.buckets import buckets
 from instep.protocol import Location, Manifest, TensorMeta
@@ -90,6 +91,8 @@ class StreamReader:
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         """Joins. Nothing arrives before the commit."""
+        if self.device.type == "cuda":
+            warm_up(self.device)
         self.group = join(self.location, self.me, self.device)
         if not self.group.rooms:
             self.group.rooms = [torch.empty(self.location.bucket, dtype=torch.uint8, device=self.device) for _ in range(2)]
