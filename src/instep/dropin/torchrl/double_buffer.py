@@ -1,0 +1,137 @@
+"""`VLLMDoubleBufferSyncScheme`: the trainer writes versions into a directory, engines load the newest when they are ready for it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from instep.dropin.torchrl.directory import Buffer, buffer, newest, write
+from instep.dropin.torchrl.scheme import LocalPush, Scheme, Strategy
+from instep.dropin.torchrl.weights import open_weights
+from instep.errors import ConfigError
+
+AGAIN = 0.05  # seconds between two looks for a new version
+
+
+class VLLMDoubleBufferSyncScheme(Scheme):
+    """
+    remote_addr: the directory as the trainer sees it. local_addr: as the engines see it, where that is another path.
+    num_threads: not needed, digests use every core.
+    settings: those of `instep.WeightSync`, for the engines' side.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str,
+        local_addr: str | None = None,
+        num_threads: int = 1,
+        strategy: Strategy = "tensordict",
+        **settings: Any,
+    ) -> None:
+        super().__init__(strategy, settings)
+        self.remote_addr = remote_addr
+        self.local_addr = remote_addr if local_addr is None else local_addr
+        self.num_threads = num_threads
+
+    def create_transport(self, **_: Any) -> VLLMDoubleBufferTransport:
+        return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, self.num_threads)
+
+    def create_sender(self) -> VLLMDoubleBufferWeightSender:
+        return VLLMDoubleBufferWeightSender(self)
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
+        return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
+
+
+class VLLMDoubleBufferTransport:
+    """The directory: two buffers, one of which is the newest."""
+
+    def __init__(self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1) -> None:
+        self.remote_addr = remote_addr
+        self.local_addr = remote_addr if local_addr is None else local_addr
+        self.num_threads = num_threads
+        self._name, self._written = secrets.token_hex(4), 0
+
+    def send_weights(self, model_id: str, weights: Any) -> str:  # noqa: ARG002
+        """Writes a new version and returns its name. Raises what `write` raises."""
+        self._written += 1
+        version = f"{self._name}-{self._written}"
+        write(Path(self.remote_addr), open_weights(weights), version)
+        return version
+
+    def receive_weights(self, timeout: float | None = None, *, than: str | None = None, **_: Any) -> Buffer | None:
+        """The newest version if it is another one `than` this; None where there is none within `timeout` seconds, by default at once.
+
+        Raises `SourceError` for a buffer that is not whole.
+        """
+        deadline = time.monotonic() + (timeout or 0.0)
+        directory = Path(self.local_addr)
+        while True:
+            if (slot := newest(directory)) is not None:
+                found = Buffer(buffer(directory, slot))
+                if found.version != than:
+                    return found
+                found.close()
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(min(AGAIN, max(0.0, deadline - time.monotonic())))
+
+    def check_connection(self) -> bool:
+        return Path(self.local_addr).is_dir()
+
+
+class VLLMDoubleBufferWeightSender:
+    """The trainer's side."""
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
+        self._transport = scheme.create_transport()
+        self.model: Any = None
+
+    def register_model(self, model: Any) -> None:
+        """The model whose weights `update_weights()` writes. It is kept alive."""
+        self.model = model
+
+    def update_weights(self, weights: Any = None) -> str:
+        """Writes these weights, those of the registered model by default. Returns the version's name."""
+        weights = self.model if weights is None else weights
+        if weights is None:
+            raise ConfigError("there are no weights to write", next_step="register a model, or give the weights")
+        return self._transport.send_weights("vllm_model", weights)
+
+    def shutdown(self) -> None:
+        """The directory stays."""
+
+
+class VLLMDoubleBufferWeightReceiver:
+    """The engine's side, in the engine's process.
+
+    version: what was loaded last.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+        self._transport = scheme.create_transport()
+        self._local = LocalPush(vllm_engine, scheme.settings)
+        self.version: str | None = None
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Loads the newest version if it is not loaded yet, and waits for one no longer than `timeout` seconds. False where none came.
+
+        Raises `SourceError` for a buffer that is not what its writer wrote, and what `WeightSync.push` raises.
+        """
+        found = self._transport.receive_weights(timeout, than=self.version)
+        if found is None:
+            return False
+        try:
+            self._local.push(found, found.version)
+        finally:
+            found.close()
+        self.version = found.version
+        return True
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Brings weights at hand to the engine."""
+        if not inplace:
+            raise ValueError("an engine's weights are changed in place")
+        self._local.push(open_weights(weights))

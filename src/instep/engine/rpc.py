@@ -1,0 +1,213 @@
+"""Engines in other processes, over any remote procedure call.
+
+    trainer                                     the engine's process
+    RemoteEngine(rpc)  ── method, payload ───▶  Endpoint(engine).answer(method, payload)
+                       ◀─ encoded Outcome ───
+
+This is the control layer alone: requests of some kilobytes. Weights do not travel here, workers pull them from instep's transports.
+`tcp.py` and `ray.py` each have an `Rpc`; another one is a class with one method, and whatever awaits `answer` on the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import msgspec
+
+from instep.engine import CachePolicy, Engine
+from instep.engine.fleet import LATE, Member
+from instep.errors import ConfigError, EngineLost, EngineTimeout, InstepError, by_name
+from instep.protocol import Fault, Method, decode, encode, raw
+
+T = TypeVar("T")
+Answer = Callable[[str, bytes], Awaitable[bytes]]
+GONE = "gone"
+"""The method that an `Rpc` may bring when it sees that the trainer is gone; it has no payload."""
+
+logger = logging.getLogger("instep")
+
+
+@runtime_checkable
+class Rpc(Protocol):
+    """The trainer's way to one engine's process."""
+
+    name: str
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        """What `answer(method, payload)` returned over there. The caller keeps the deadline, and may cancel.
+
+        Raises `EngineLost` where nobody answers any more.
+        """
+
+
+class Door(Protocol):
+    """The engine's side of an `Rpc`, where that side has to do something to be found."""
+
+    problem: str | None
+    """Why nothing comes in, while nothing does."""
+
+    def serve(self, answer: Answer) -> None:
+        """Has `answer` awaited for every request from now on. Returns at once."""
+
+    def close(self) -> None: ...
+
+
+class LocalRpc:
+    """Both sides in one process."""
+
+    def __init__(self, answer: Answer, name: str = "local") -> None:
+        self.answer = answer
+        self.name = name
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        return await self.answer(method, payload)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of one request."""
+
+    fault: Fault | None = None
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+async def outcome(action: Awaitable[Any]) -> bytes:
+    """Its encoded result or error. Never raises."""
+    try:
+        return encode(Outcome(body=raw(await action)))
+    except Exception as error:
+        known = isinstance(error, InstepError)
+        text = str(error.args[0]) if known else f"{type(error).__name__}: {error}"
+        text = text.encode(errors="replace").decode()  # lone surrogates cannot travel
+        return encode(Outcome(Fault(type(error).__name__ if known else "EngineLost", text, getattr(error, "tensor", None))))
+
+
+class RemoteEngine:
+    """The engine behind an `Rpc`."""
+
+    def __init__(self, rpc: Rpc) -> None:
+        self.rpc = rpc
+        self.name = rpc.name
+
+    async def call(self, method: Method, payload: bytes) -> list[bytes]:
+        return await self.ask(list[bytes], "call", method, payload)
+
+    async def pause(self, caches: CachePolicy) -> None:
+        await self.ask(type(None), "pause", caches)
+
+    async def resume(self) -> None:
+        await self.ask(type(None), "resume")
+
+    async def label(self, version: str) -> None:
+        await self.ask(type(None), "label", version)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        return await self.ask(list[float], "score", token_ids)
+
+    async def refuse(self, reason: str | None) -> None:
+        await self.ask(type(None), "refuse", reason)
+
+    async def ask(self, kind: type[T], method: str, *args: Any) -> T:
+        """Raises what the other side raised, and `EngineLost` for an answer that is none."""
+        answer = await self.rpc.call(method, encode(args))
+        try:
+            found = decode(answer, Outcome)
+            if found.fault is None:
+                return decode(found.body, kind)
+        except msgspec.DecodeError as error:
+            raise EngineLost(f"{self.name} sent no valid answer to {method}: {error}") from error
+        raise by_name(found.fault.kind)(f"{self.name}: {found.fault.message}", tensor=found.fault.tensor)
+
+
+ARGUMENTS: dict[str, Any] = {
+    "call": tuple[Method, bytes],
+    "pause": tuple[CachePolicy],
+    "resume": tuple[()],
+    "label": tuple[str],
+    "score": tuple[list[int]],
+    "refuse": tuple[str | None],
+}
+
+
+class Endpoint:
+    """An engine as trainers in other processes reach it.
+
+    patience: seconds after which an engine that a trainer has paused, and then left alone, is taken back: it goes on with whatever whole
+        version it holds, or refuses to generate if it holds none.
+    """
+
+    def __init__(self, engine: Engine, patience: float = 60.0) -> None:
+        self.engine, self.patience = engine, patience
+        self.version: str | None = None
+        """The last one that a trainer brought."""
+        self.brought: str | None = None  # until it goes on with it
+        self.paused = self.refused = self.deserted = False
+        self.running = 0
+        self.lock = threading.Lock()  # requests may come on several event loops
+        self.timer: threading.Timer | None = None
+
+    async def answer(self, method: str, payload: bytes) -> bytes:
+        """Runs one request. Never raises."""
+        with self.lock:
+            self.running += 1
+            self.deserted = method == GONE
+            self._watch()
+        try:
+            return await outcome(self._run(method, payload))
+        finally:
+            with self.lock:
+                self.running -= 1
+                self._watch()
+
+    async def _run(self, method: str, payload: bytes) -> Any:
+        if method == GONE:
+            return None
+        if method not in ARGUMENTS:
+            raise ConfigError(f"unknown method {method!r}")
+        args = msgspec.msgpack.decode(payload, type=ARGUMENTS[method])
+        if args[:1] == ("commit",) and method == "call" and not self.paused:
+            raise EngineTimeout(f"it was left paused for more than {self.patience:g} s in the middle of a push, and went on without it")
+        if method == "pause":
+            self.paused = True  # also where the pause comes late or fails: to resume once too often does no harm
+        result = await getattr(self.engine, method)(*args)
+        if method == "label":
+            self.brought = args[0]
+        elif method == "resume":
+            self.paused, self.version = False, self.brought
+        elif method == "refuse":
+            self.refused = args[0] is not None
+        return result
+
+    def _watch(self) -> None:
+        """Starts the trainer's time, or stops it."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if self.paused and not self.refused and not self.running:
+            self.timer = threading.Timer(0 if self.deserted else self.patience, self._take_back)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def _take_back(self) -> None:
+        with self.lock:
+            if self.running or not self.paused:
+                return
+            self.paused = False
+        asyncio.run(self._recover())
+
+    async def _recover(self) -> None:
+        member = Member(self.engine, uuid.uuid4().hex, self.patience, condemned=LATE)
+        reason = "its trainer went away in the middle of a push"
+        try:
+            await member.hello()  # one whole version: it is labelled, and the engine goes on
+        except Exception as error:
+            reason = f"{reason}: {error}"
+        else:
+            if member.serving == "old":
+                logger.warning("%s: %s; it goes on with %s", self.engine.name, reason, member.version or "its own first weights")
+                return
+        await member.condemn(reason)

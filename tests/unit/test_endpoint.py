@@ -1,0 +1,143 @@
+"""An engine whose trainer goes away in the middle of a push, at each point of it: it goes on with one whole version, or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import attention
+
+from instep import MemoryEngine, WeightSync
+from instep.engine.rpc import GONE, Endpoint, LocalRpc, Outcome, RemoteEngine
+from instep.errors import EngineDirty, EngineLost, EngineTimeout, SyncError
+from instep.protocol import decode, encode
+
+OLD, NEW, LATER = map(attention, range(3))
+HOLDS = {MemoryEngine(weights).fingerprint(): name for name, weights in (("old", OLD), ("new", NEW), ("later", LATER))}
+
+
+class CutRpc(LocalRpc):
+    """A trainer that is gone as soon as it comes to `point`, before or after its request was answered."""
+
+    point, after, gone = "", False, False
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        name = msgspec.msgpack.decode(payload)[0] if method == "call" else method
+        self.gone = self.gone or (name == self.point and not self.after)
+        if self.gone:
+            raise EngineLost("the trainer is gone: nothing it does arrives")
+        answer = await super().call(method, payload)
+        self.gone = name == self.point
+        return answer
+
+
+def trainer(engine: MemoryEngine, patience: float) -> tuple[WeightSync, CutRpc, Endpoint]:
+    endpoint = Endpoint(engine, patience)
+    rpc = CutRpc(endpoint.answer)
+    return WeightSync(NEW, [RemoteEngine(rpc)]), rpc, endpoint
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("point", ["hello", "trace", "prepare", "ready", "pause", "commit", "label", "resume", "refuse"])
+def test_it_goes_on_with_one_whole_version_under_its_label(segments: object, point: str, after: bool) -> None:
+    engine = MemoryEngine(OLD)
+    sync, rpc, _ = trainer(engine, patience=0.05)
+    rpc.point, rpc.after = point, after
+    try:
+        sync.push("v1")
+    except SyncError:
+        assert (point, after) != ("refuse", True)
+    committed = point in ("label", "resume", "refuse") or (point, after) == ("commit", True)
+    until(lambda: not engine.paused and engine.version == ("v1" if committed else None))
+    assert HOLDS[engine.fingerprint()] == ("new" if committed else "old")
+    assert engine.generate([1, 2], 3)
+    engine.receivers[0].prepared = None  # what the dead trainer had prepared stays its own until its lease ends: minutes
+    with WeightSync(LATER, [RemoteEngine(LocalRpc(Endpoint(engine).answer))]) as another:
+        another.push("v2")
+    assert (HOLDS[engine.fingerprint()], engine.version) == ("later", "v2")
+
+
+def test_one_that_holds_no_whole_version_refuses(segments: object) -> None:
+    engine = MemoryEngine(OLD)
+    engine.inject("tensor", tensor=3)
+    sync, rpc, _ = trainer(engine, patience=0.05)
+    rpc.point, rpc.after = "commit", True
+    with pytest.raises(SyncError):
+        sync.push("v1")
+    until(lambda: engine.refusal is not None)
+    with pytest.raises(EngineDirty, match="its trainer went away in the middle of a push"):
+        engine.generate([1], 1)
+
+
+def test_a_connection_that_breaks_is_not_waited_for(segments: object) -> None:
+    engine = MemoryEngine(OLD)
+    sync, rpc, endpoint = trainer(engine, patience=1000)
+    rpc.point, rpc.after = "pause", True
+    with pytest.raises(SyncError):
+        sync.push("v1")
+    assert engine.paused
+    asyncio.run(endpoint.answer(GONE, b""))
+    until(lambda: not engine.paused)
+
+
+def test_a_trainer_that_was_away_too_long_cannot_commit_into_a_running_engine(segments: object) -> None:
+    """It stopped between pause and commit, the engine went on, and computes with the old weights now."""
+    engine = MemoryEngine(OLD)
+    endpoint = Endpoint(engine, patience=0.05)
+
+    class Stopped(LocalRpc):
+        async def call(self, method: str, payload: bytes) -> bytes:
+            if method == "call" and msgspec.msgpack.decode(payload)[0] == "commit":
+                until(lambda: not engine.paused)
+            return await super().call(method, payload)
+
+    with WeightSync(NEW, [RemoteEngine(Stopped(endpoint.answer))]) as sync:
+        with pytest.raises(SyncError, match=r"left paused for more than 0\.05 s") as caught:
+            sync.push("v1")
+        assert isinstance(caught.value, EngineTimeout)
+        assert [(state.serving, state.version) for state in caught.value.engines] == [("old", None)]
+    assert HOLDS[engine.fingerprint()] == "old"
+    assert engine.generate([1], 1)
+
+
+def test_a_trainer_that_answers_is_not_interrupted(segments: object) -> None:
+    engine = MemoryEngine(OLD)
+    sync, _, endpoint = trainer(engine, patience=0.05)
+    for version in ("v1", "v2", "v3"):
+        sync.push(version)
+    time.sleep(0.15)
+    assert (endpoint.version, engine.version, engine.calls.count("abort")) == ("v3", "v3", 0)
+
+
+@given(
+    method=st.one_of(st.sampled_from(["call", "pause", "label", "score", "refuse", "resume", GONE]), st.text(max_size=8)),
+    payload=st.binary(),
+)
+def test_no_bytes_make_it_raise_or_change_the_engine(method: str, payload: bytes) -> None:
+    engine = ENGINE
+    before = HOLDS[engine.fingerprint()]
+    outcome = decode(asyncio.run(Endpoint(engine, 1000).answer(method, payload)), Outcome)
+    assert outcome.fault is not None or method in ("resume", GONE) or msgspec.msgpack.decode(payload) is not None
+    assert HOLDS[engine.fingerprint()] == before
+
+
+ENGINE = MemoryEngine(OLD)
+
+
+@given(name=st.text(max_size=8), payload=st.binary(max_size=64))
+def test_no_request_of_the_receivers_protocol_makes_it_raise(name: str, payload: bytes) -> None:
+    for method in (name, "hello", "commit", "prepare"):
+        decode(asyncio.run(Endpoint(ENGINE, 1000).answer("call", encode((method, payload)))), Outcome)
+    assert HOLDS[ENGINE.fingerprint()] == "old"
