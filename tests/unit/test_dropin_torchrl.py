@@ -250,28 +250,20 @@ def test_a_trainer_that_starts_again_finds_its_receivers() -> None:
 
 
 def test_a_trainer_that_dies_with_the_engine_paused_leaves_it_running() -> None:
-    engine = MemoryEngine(OLD)
+    class Witness(MemoryEngine):
+        async def pause(self, caches: Any) -> None:
+            await super().pause(caches)
+            assert sender._listener is not None
+            await asyncio.to_thread(sender._listener.close)  # as the system does with the connections of a process that was killed
+
+    engine = Witness(OLD)
     with pair(NEW, [engine]) as (sender, _):
-        engine.inject("commit", "hang")
-        sender._sync._session.fleet.members[0].engine.refuse = cut(sender)  # it dies before it can tell the engine to refuse
-        sender._sync._session.fleet.members[0].timeout = 0.3
         with pytest.raises(SyncError):
             sender.update_weights()
-        deadline = time.monotonic() + 30
-        engine.faults.clear()
+        deadline = time.monotonic() + 20
         while engine.paused and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert (engine.paused, holds(engine)) == (False, "old")
-
-
-def cut(sender: VLLMWeightSender) -> Callable[..., Any]:
-    async def die(_: Any) -> None:
-        listener = sender._listener
-        assert listener is not None
-        await asyncio.to_thread(listener.close)
-        raise OSError("killed")
-
-    return die
+    assert (engine.paused, engine.refusal, holds(engine)) == (False, None, "old")
 
 
 def test_collectors_count_updates_and_their_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -317,7 +309,7 @@ class TestFirstGeneration:
         receiver = VLLMWeightSyncScheme().create_receiver("policy.model")
         with pytest.raises(ConfigError, match="set_context"):
             receiver.init_all_workers_group(METADATA)
-        receiver.set_context(SimpleNamespace())
+        receiver.set_context(set())
         with pytest.raises(ConfigError, match="or none any more"):
             receiver.init_all_workers_group(METADATA)
 

@@ -176,6 +176,20 @@ def test_a_call_fails_when_the_engine_goes(listener: TcpListener, door: TcpDoor,
         call(rpc)
 
 
+def test_a_call_fails_when_the_trainer_itself_closes(listener: TcpListener, door: TcpDoor, echo: Echo) -> None:
+    (rpc,) = listener.accept(1, timeout=20)
+
+    async def main() -> None:
+        hanging = asyncio.create_task(rpc.call("hang", b""))
+        while "hang" not in echo.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*(asyncio.to_thread(listener.close) for _ in range(3)))
+        with pytest.raises(EngineLost, match="the connection was closed here"):
+            await asyncio.wait_for(hanging, 20)
+
+    asyncio.run(main())
+
+
 def test_an_engine_is_told_when_the_trainer_goes_and_dials_its_successor(echo: Echo) -> None:
     first = TcpListener("localhost", 0, TOKEN)
     door = TcpDoor("localhost", first.port, TOKEN)
@@ -225,7 +239,7 @@ def test_threads_and_sockets_end_with_their_owner(echo: Echo) -> None:
         listener.accept(1, timeout=20)
         door.close()
         listener.close()
-    assert threading.active_count() == before
+    until(lambda: threading.active_count() == before)
 
 
 def test_a_hello_is_small() -> None:

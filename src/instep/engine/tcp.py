@@ -71,6 +71,7 @@ class TcpListener:
         self.problem: str | None = None
         self.loop = LoopThread("instep-tcp-listener")
         self.arrived: queue.SimpleQueue[TcpRpc] = queue.SimpleQueue()
+        self.engines: list[TcpRpc] = []
         try:
             self.server = self.loop.run(asyncio.start_server(self._welcome, host, port)).result(HANDSHAKE)
         except OSError as error:
@@ -95,6 +96,8 @@ class TcpListener:
 
     def close(self) -> None:
         """Ends every connection. May be called twice."""
+        for rpc in self.engines:
+            rpc.lost = rpc.lost or f"{rpc.name}: the connection was closed here"
         self.server.close()
         self.loop.close()
 
@@ -111,6 +114,7 @@ class TcpListener:
                 self.problem = error.args[0] if isinstance(error, TransportError) else f"a peer that dialled is no engine: {error!r}"
                 return
             rpc = TcpRpc(hello.name, (reader, writer), self.loop)
+            self.engines.append(rpc)
             self.arrived.put(rpc)
             await rpc.read()
 
@@ -133,6 +137,10 @@ class TcpRpc:
             return await asyncio.wrap_future(self.loop.run(self._call(method, payload)))
         except OSError as error:
             raise EngineLost(f"{self.name} cannot be reached: {error}") from error
+        except asyncio.CancelledError:
+            if self.lost:  # by `close`, not by the caller
+                raise EngineLost(self.lost) from None
+            raise
 
     async def _call(self, method: str, payload: bytes) -> bytes:
         if self.lost:
@@ -159,7 +167,7 @@ class TcpRpc:
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
-            self.lost = f"{self.name} {reason}"
+            self.lost = self.lost or f"{self.name} {reason}"
             for answer in self.waiting.values():
                 if not answer.done():
                     answer.set_exception(EngineLost(self.lost))
@@ -256,6 +264,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self.closing = threading.Lock()
         self.thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -263,11 +272,12 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancels what runs on it. May be called twice."""
-        if not self.loop.is_closed():
-            self.run(self._end()).result(HANDSHAKE)
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join(HANDSHAKE)
-            self.loop.close()
+        with self.closing:
+            if not self.loop.is_closed():
+                self.run(self._end()).result(HANDSHAKE)
+                self.loop.call_soon_threadsafe(self.loop.stop)
+                self.thread.join(HANDSHAKE)
+                self.loop.close()
 
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from instep.digest import digest
-from instep.errors import ConfigError, SourceError
+from instep.errors import ConfigError, SourceError, TransportError
 from instep.plan.routes import check_metadata
 from instep.protocol import TensorMeta
 from instep.source import Source
@@ -39,28 +39,36 @@ class Header(msgspec.Struct, frozen=True):
 def write(directory: Path, source: Source, version: str) -> None:
     """Returns when `version` is the newest, on the disk itself.
 
-    Raises `SourceError` where the trainer changed its weights meanwhile, `ConfigError` where another writer is at work, `OSError` where
-    there is no room: both versions that were there are there still.
+    Raises `SourceError` where the trainer changed its weights meanwhile, `ConfigError` where another writer is at work, `TransportError`
+    where the disk does not take it: the versions that were there are there still.
     """
+    from safetensors import SafetensorError
+
+    try:
+        with locked(directory):
+            _write(directory, source, version)
+    except (OSError, SafetensorError) as error:
+        raise TransportError(f"cannot write {version} to {directory}: {error}", next_step="the older versions are still there") from error
+
+
+def _write(directory: Path, source: Source, version: str) -> None:
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory):
-        before = source.stamp()
-        metas = source.metadata()
-        check_metadata(metas)
-        own = {meta.name: meta for meta in metas if meta.alias_of is None}
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in source.tensors()}
-        if source.stamp() != before:
-            raise SourceError("the trainer changed its weights while they were copied; nothing was written")
-        header = Header(version, metas, {name: digest(copies[name], meta) for name, meta in own.items()})
-        slot = 1 - (newest(directory) or 0)
-        new = directory / f"buffer-{slot}.new"
-        save_file(copies, new, {"instep": msgspec.json.encode(header).decode()})
-        replace(new, buffer(directory, slot))
-        mark = directory / f"{NEWEST}.new"
-        mark.write_text(str(slot))
-        replace(mark, directory / NEWEST)
+    before = source.stamp()
+    metas = source.metadata()
+    check_metadata(metas)
+    own = {meta.name: meta for meta in metas if meta.alias_of is None}
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in source.tensors()}
+    if source.stamp() != before:
+        raise SourceError("the trainer changed its weights while they were copied; nothing was written")
+    header = Header(version, metas, {name: digest(copies[name], meta) for name, meta in own.items()})
+    slot = 1 - (newest(directory) or 0)
+    new = directory / f"buffer-{slot}.new"
+    save_file(copies, new, {"instep": msgspec.json.encode(header).decode()})
+    replace(new, buffer(directory, slot))
+    mark = directory / f"{NEWEST}.new"
+    mark.write_text(str(slot))
+    replace(mark, directory / NEWEST)
 
 
 def newest(directory: Path) -> int | None:
@@ -97,6 +105,7 @@ def flush(path: Path) -> None:
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """One writer at a time; the lock ends with the process."""
+    directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

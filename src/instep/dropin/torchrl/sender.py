@@ -67,9 +67,10 @@ class VLLMWeightSender:
             found = reach(list(self._workers.values()) or self._dialled() if vllm_engine is None else vllm_engine)
             if len(found) != self._scheme.num_replicas:
                 raise ConfigError(f"the scheme says num_replicas={self._scheme.num_replicas}, there are {len(found)} engines")
-            engines = [engine if isinstance(engine, Engine) else RemoteEngine(engine) for engine in found]
-            asyncio.run(join([e for e in engines if isinstance(e, RemoteEngine)], announced, self._scheme.timeout))
-            self._sync = WeightSync(self._source, engines, **self._scheme.settings)
+            behind = [RemoteEngine(way) for way in found if not isinstance(way, Engine)]
+            asyncio.run(join(behind, announced, self._scheme.timeout))
+            here = [way for way in found if isinstance(way, Engine)]
+            self._sync = WeightSync(self._source, [*here, *behind], **self._scheme.settings)
         except BaseException:
             self.shutdown()
             raise
