@@ -101,7 +101,7 @@ def test_a_collector_updates_the_engine_of_its_policy_and_counts(collect: Collec
     assert next(batches)["policy_version"].tolist() == [0, 0]
     collector.update_policy_weights_(NEW)
     assert (holds(engine), collector.policy_version) == ("new", 1)
-    assert next(batches)["policy_version"].tolist() [-1] == 1  # the first of them was begun before
+    assert next(batches)["policy_version"].tolist()[-1] == 1  # the first of them was begun before
     collector.update_policy_weights_(TensorDict(LATER).unflatten_keys("."))
     assert (holds(engine), collector.policy_version) == ("later", 2)
     scheme.sender.register_model(NEW)

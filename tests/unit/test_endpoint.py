@@ -92,6 +92,20 @@ def test_a_connection_that_breaks_is_not_waited_for(segments: object) -> None:
     until(lambda: not engine.paused)
 
 
+def test_what_a_trainer_had_prepared_keeps_nobody_away_when_its_connection_breaks(segments: object) -> None:
+    engine = MemoryEngine(OLD)
+    sync, rpc, endpoint = trainer(engine, patience=1000)
+    rpc.point, rpc.after = "prepare", True
+    with pytest.raises(SyncError):
+        sync.push("v1")
+    assert engine.receivers[0].prepared is not None
+    asyncio.run(endpoint.answer(GONE, b""))
+    until(lambda: engine.receivers[0].prepared is None)
+    with WeightSync(LATER, [RemoteEngine(LocalRpc(endpoint.answer))]) as another:
+        another.push("v2")
+    assert HOLDS[engine.fingerprint()] == "later"
+
+
 def test_a_trainer_that_was_away_too_long_cannot_commit_into_a_running_engine(segments: object) -> None:
     """It stopped between pause and commit, the engine went on, and computes with the old weights now."""
     engine = MemoryEngine(OLD)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from instep.engine import CachePolicy, Engine
 from instep.engine.fleet import LATE, Member
 from instep.errors import ConfigError, EngineLost, EngineTimeout, InstepError, by_name
-from instep.protocol import Fault, Method, decode, encode, raw
+from instep.protocol import Fault, Method, Request, decode, encode, raw
 
 T = TypeVar("T")
 Answer = Callable[[str, bytes], Awaitable[bytes]]
@@ -145,6 +145,7 @@ class Endpoint:
         self.version: str | None = None
         """The last one that a trainer brought."""
         self.brought: str | None = None  # until it goes on with it
+        self.session: str | None = None  # of the trainer that has prepared a version
         self.paused = self.refused = self.deserted = False
         self.running = 0
         self.lock = threading.Lock()  # requests may come on several event loops
@@ -169,7 +170,9 @@ class Endpoint:
         if method not in ARGUMENTS:
             raise ConfigError(f"unknown method {method!r}")
         args = msgspec.msgpack.decode(payload, type=ARGUMENTS[method])
-        if args[:1] == ("commit",) and method == "call" and not self.paused:
+        if method == "call" and args[0] == "prepare":
+            self.session = decode(args[1], Request).session
+        if method == "call" and args[0] == "commit" and not self.paused:
             raise EngineTimeout(f"it was left paused for more than {self.patience:g} s in the middle of a push, and went on without it")
         if method == "pause":
             self.paused = True  # also where the pause comes late or fails: to resume once too often does no harm
@@ -187,20 +190,26 @@ class Endpoint:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-        if self.paused and not self.refused and not self.running:
+        left = (self.paused and not self.refused) or (self.deserted and self.session is not None)
+        if left and not self.running:
             self.timer = threading.Timer(0 if self.deserted else self.patience, self._take_back)
             self.timer.daemon = True
             self.timer.start()
 
     def _take_back(self) -> None:
         with self.lock:
-            if self.running or not self.paused:
+            if self.running:
                 return
-            self.paused = False
-        asyncio.run(self._recover())
+            member = Member(self.engine, self.session or "", self.patience, condemned=LATE)
+            paused, self.paused, self.session = self.paused and not self.refused, False, None
+        asyncio.run(self._go_on(member) if paused else self._forget(member))
 
-    async def _recover(self) -> None:
-        member = Member(self.engine, uuid.uuid4().hex, self.patience, condemned=LATE)
+    async def _forget(self, member: Member) -> None:
+        """What the trainer has prepared would keep others away until its lease ends."""
+        with suppress(Exception):
+            await member.abort()
+
+    async def _go_on(self, member: Member) -> None:
         reason = "its trainer went away in the middle of a push"
         try:
             await member.hello()  # one whole version: it is labelled, and the engine goes on
