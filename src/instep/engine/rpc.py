@@ -28,6 +28,8 @@ T = TypeVar("T")
 Answer = Callable[[str, bytes], Awaitable[bytes]]
 GONE = "gone"
 """The method that an `Rpc` may bring when it sees that the trainer is gone; it has no payload."""
+LATE_THERE = "TimeoutError"
+"""The fault of a request that the other side waited for as long as the trainer does."""
 
 logger = logging.getLogger("instep")
 
@@ -79,6 +81,8 @@ async def outcome(action: Awaitable[Any]) -> bytes:
     """Its encoded result or error. Never raises."""
     try:
         return encode(Outcome(body=raw(await action)))
+    except TimeoutError:
+        return encode(Outcome(Fault(LATE_THERE, "")))
     except Exception as error:
         known = isinstance(error, InstepError)
         text = str(error.args[0]) if known else f"{type(error).__name__}: {error}"
@@ -112,7 +116,7 @@ class RemoteEngine:
         await self.ask(type(None), "refuse", reason)
 
     async def ask(self, kind: type[T], method: str, *args: Any) -> T:
-        """Raises what the other side raised, and `EngineLost` for an answer that is none."""
+        """Raises what the other side raised, `TimeoutError` where it gave up waiting, and `EngineLost` for an answer that is none."""
         answer = await self.rpc.call(method, encode(args))
         try:
             found = decode(answer, Outcome)
@@ -120,6 +124,8 @@ class RemoteEngine:
                 return decode(found.body, kind)
         except msgspec.DecodeError as error:
             raise EngineLost(f"{self.name} sent no valid answer to {method}: {error}") from error
+        if found.fault.kind == LATE_THERE:
+            raise TimeoutError
         raise by_name(found.fault.kind)(f"{self.name}: {found.fault.message}", tensor=found.fault.tensor)
 
 
@@ -136,12 +142,12 @@ ARGUMENTS: dict[str, Any] = {
 class Endpoint:
     """An engine as trainers in other processes reach it.
 
-    patience: seconds after which an engine that a trainer has paused, and then left alone, is taken back: it goes on with whatever whole
-        version it holds, or refuses to generate if it holds none.
+    timeout: the trainer's, in seconds. A request that takes longer is given up. An engine that is paused and then left alone for that long
+        is taken back: it goes on with whatever whole version it holds, or refuses to generate if it holds none.
     """
 
-    def __init__(self, engine: Engine, patience: float = 60.0) -> None:
-        self.engine, self.patience = engine, patience
+    def __init__(self, engine: Engine, timeout: float = 60.0) -> None:
+        self.engine, self.timeout = engine, timeout
         self.version: str | None = None
         """The last one that a trainer brought."""
         self.brought: str | None = None  # until it goes on with it
@@ -173,10 +179,11 @@ class Endpoint:
         if method == "call" and args[0] == "prepare":
             self.session = decode(args[1], Request).session
         if method == "call" and args[0] == "commit" and not self.paused:
-            raise EngineTimeout(f"it was left paused for more than {self.patience:g} s in the middle of a push, and went on without it")
+            raise EngineTimeout(f"it was left paused for more than {self.timeout:g} s in the middle of a push, and went on without it")
         if method == "pause":
             self.paused = True  # also where the pause comes late or fails: to resume once too often does no harm
-        result = await getattr(self.engine, method)(*args)
+        async with asyncio.timeout(self.timeout):
+            result = await getattr(self.engine, method)(*args)
         if method == "label":
             self.brought = args[0]
         elif method == "resume":
@@ -192,7 +199,7 @@ class Endpoint:
             self.timer = None
         left = (self.paused and not self.refused) or (self.deserted and self.session is not None)
         if left and not self.running:
-            self.timer = threading.Timer(0 if self.deserted else self.patience, self._take_back)
+            self.timer = threading.Timer(0 if self.deserted else self.timeout, self._take_back)
             self.timer.daemon = True
             self.timer.start()
 
@@ -200,7 +207,7 @@ class Endpoint:
         with self.lock:
             if self.running:
                 return
-            member = Member(self.engine, self.session or "", self.patience, condemned=LATE)
+            member = Member(self.engine, self.session or "", self.timeout, condemned=LATE)
             paused, self.paused, self.session = self.paused and not self.refused, False, None
         asyncio.run(self._go_on(member) if paused else self._forget(member))
 

@@ -98,8 +98,7 @@ class TcpListener:
         """Ends every connection. May be called twice."""
         for rpc in self.engines:
             rpc.lost = rpc.lost or f"{rpc.name}: the connection was closed here"
-        self.server.close()
-        self.loop.close()
+        self.loop.close(self.server)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer), suppress(asyncio.CancelledError):  # by `close`; Python 3.11 would print it
@@ -270,16 +269,18 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def close(self) -> None:
+    def close(self, server: asyncio.Server | None = None) -> None:
         """Cancels what runs on it. May be called twice."""
         with self.closing:
             if not self.loop.is_closed():
-                self.run(self._end()).result(HANDSHAKE)
+                self.run(self._end(server)).result(HANDSHAKE)
                 self.loop.call_soon_threadsafe(self.loop.stop)
                 self.thread.join(HANDSHAKE)
                 self.loop.close()
 
-    async def _end(self) -> None:
+    async def _end(self, server: asyncio.Server | None) -> None:
+        if server is not None:
+            server.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

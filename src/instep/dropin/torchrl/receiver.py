@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from instep.dropin.torchrl.reach import in_actors
 from instep.dropin.torchrl.scheme import LocalPush
 from instep.dropin.torchrl.weights import Metadata, described, differences, open_weights
 from instep.engine import connect
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
     from instep.dropin.torchrl.collective import VLLMWeightSyncScheme
 
 JOIN = "join"
+"""The trainer's first request: what it was told of the model, and how long it waits for an answer."""
+Joining = tuple[list[TensorMeta], float]
 AGAIN = 0.02  # seconds between two looks for a new version
 
 
 class VLLMWeightReceiver:
     """
-    vllm_engine: a `vllm.LLM`, an `AsyncLLM`, or whatever else `WeightSync` takes.
+    vllm_engine: a `vllm.LLM`, an `AsyncLLM`, or whatever else `WeightSync` takes. One that lives in Ray actors is reached by the trainer
+        itself: then there is nothing to do here, and nothing that `poll_and_apply` could see.
 
     The way to the trainer is TCP, unless another one is registered, or has `answer` called (in the event loop of an `AsyncLLM`: awaits
     `aanswer`).
@@ -61,9 +65,11 @@ class VLLMWeightReceiver:
 
         Raises `TransportError` where no trainer comes in time, `PlanError` where it was told of another model.
         """
-        timeout = self._scheme.timeout
+        timeout, engine = self._scheme.timeout, self._engine()
+        if in_actors(engine):
+            return  # which the trainer reaches without this process
         self._joined = Future()
-        self._announced, self._endpoint = described(model_metadata), Endpoint(connect(self._engine()), timeout)
+        self._announced, self._endpoint = described(model_metadata), Endpoint(connect(engine), timeout)
         door = self._door or self._scheme.create_transport()
         door.serve(self.aanswer)
         self._door = door
@@ -99,9 +105,10 @@ class VLLMWeightReceiver:
         raise ConfigError("this receiver lets no trainer in", next_step="call its init_all_workers_group")
 
     async def _join(self, payload: bytes) -> bool:
-        (theirs,) = msgspec.msgpack.decode(payload, type=tuple[list[TensorMeta]])
+        theirs, timeout = msgspec.msgpack.decode(payload, type=Joining)
         if self._endpoint is None:
             return False
+        self._endpoint.timeout = timeout
         if different := differences({meta.name: meta for meta in theirs}, self._announced, ("at the trainer", "here")):
             error = PlanError(f"trainer and receiver were told of different models: {different}")
             if not self._joined.done():

@@ -1,4 +1,4 @@
-"""What both schemes share: the calls that a TorchRL collector makes, and a push from the engine's own process."""
+"""What both schemes share: the calls that a TorchRL collector makes, and a push from the engine's side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 from typing import Any, Literal, get_args
 
 from instep import WeightSync
-from instep.engine import connect
+from instep.dropin.torchrl.reach import engines
 from instep.errors import ConfigError
 from instep.receipt import Receipt
 from instep.source import Source
@@ -76,11 +76,11 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]
 
 
 class LocalPush:
-    """Brings weights at hand to an engine of this process."""
+    """Brings weights at hand to an engine."""
 
     def __init__(self, vllm_engine: Any, settings: dict[str, Any]) -> None:
         self._source = CurrentSource()
-        self._sync = WeightSync(self._source, [connect(vllm_engine)], **settings)
+        self._sync = WeightSync(self._source, engines(vllm_engine), **settings)
 
     def push(self, source: Source, version: str | None = None) -> Receipt:
         self._source.source = source

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from instep import WeightSync
-from instep.dropin.torchrl.receiver import JOIN, VLLMWeightReceiver
+from instep.dropin.torchrl.reach import reach
+from instep.dropin.torchrl.receiver import JOIN
 from instep.dropin.torchrl.weights import AnnouncedSource, Metadata, described, open_weights
-from instep.engine import Engine, connect
-from instep.engine.ray import RayRpc
-from instep.engine.rpc import LocalRpc, RemoteEngine, Rpc
+from instep.engine import Engine
+from instep.engine.rpc import RemoteEngine, Rpc
 from instep.engine.tcp import TcpListener, TcpRpc
 from instep.errors import ConfigError, TransportError
 from instep.protocol import TensorMeta
@@ -57,7 +57,8 @@ class VLLMWeightSender:
         """Finds the engines, and compares what their receivers were told of the model with `model_metadata`.
 
         vllm_engine: an engine of this process, a receiver, an `Rpc`, the handle of a Ray actor with a method `answer`, something with such
-            handles in `.actors`, or a list of these. Without it: registered workers, or the receivers that dial the scheme's address.
+            handles in `.actors` (`vllm_async.AsyncVLLM`), or a list of these. Without it: registered workers, or the receivers that dial
+            the scheme's address.
 
         Raises `TransportError` where a receiver does not come in time, `PlanError` where it was told of another model.
         """
@@ -109,24 +110,11 @@ class VLLMWeightSender:
             self._listener = None
 
 
-def reach(found: Any) -> list[Engine | Rpc]:
-    """Engines of this process as they are, others by the way to them."""
-    if isinstance(found, list | tuple):
-        return [way for each in found for way in reach(each)]
-    if isinstance(found, VLLMWeightReceiver):
-        return [LocalRpc(found.aanswer)]
-    if hasattr(getattr(found, "answer", None), "remote"):
-        return [RayRpc(found)]
-    if actors := getattr(found, "actors", None):
-        return reach(list(actors))
-    return [found if isinstance(found, Rpc) else connect(found)]
-
-
 async def join(engines: Sequence[RemoteEngine], announced: dict[str, TensorMeta], seconds: float) -> None:
     """Returns when every receiver is there and was told of the same model."""
 
     async def one(engine: RemoteEngine) -> None:
-        while not await engine.ask(bool, JOIN, list(announced.values())):  # noqa: ASYNC110
+        while not await engine.ask(bool, JOIN, list(announced.values()), seconds):  # noqa: ASYNC110
             await asyncio.sleep(AGAIN)
 
     try:
