@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +39,22 @@ def tcp(stack: ExitStack) -> Way:
     return way
 
 
-@pytest.fixture(params=[local, tcp], ids=["local", "tcp"])
+def pipe(stack: ExitStack) -> Way:
+    """Of the example that shows how to write another one."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "torchrl_another_rpc.py"))
+
+    def way(answer: Answer) -> Rpc:
+        ours, theirs = multiprocessing.Pipe()
+        door = example["PipeDoor"](theirs)
+        stack.callback(door.close)
+        door.serve(answer)
+        rpc: Rpc = example["PipeRpc"](ours)
+        return rpc
+
+    return way
+
+
+@pytest.fixture(params=[local, tcp, pipe], ids=["local", "tcp", "pipe"])
 def way(request: pytest.FixtureRequest) -> Iterator[Way]:
     with ExitStack() as stack:
         yield request.param(stack)

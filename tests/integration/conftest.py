@@ -15,7 +15,7 @@ import pytest
 from engines import SETTINGS, start, stop
 from models import save, tiny
 
-FAMILIES = ("qwen3",)
+FAMILIES = ("qwen3", "llama", "qwen3_moe")
 SEEDS = (2, 3)
 
 
