@@ -1,4 +1,4 @@
-"""A sender and receivers that find each other, as TorchRL's page has it: all of them start at once."""
+"""Senders, and receivers that find them as TorchRL's page has it: all of them start at once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from toys import attention
+
+from instep import MemoryEngine
 from instep.dropin.torchrl import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme, get_model_metadata
 
 Result = BaseException | None
+OLD, NEW, LATER = map(attention, range(3))
+METADATA = get_model_metadata(NEW)
+
+
+def holds(engine: MemoryEngine) -> str:
+    """Which of these weights an engine has, to the bit and in every worker; `mixed` for anything else."""
+    named = {"old": OLD, "new": NEW, "later": LATER}
+    fresh = {MemoryEngine(weights, tp=len(engine.hosts)).fingerprint(): name for name, weights in named.items()}
+    return fresh.get(engine.fingerprint(), "mixed")
+
+
+def joined(engine: Any, model: Any = NEW, **settings: Any) -> VLLMWeightSender:
+    """A sender that was given the engine itself."""
+    sender = VLLMWeightSyncScheme(**{"timeout": 20.0, **settings}).create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(get_model_metadata(model), vllm_engine=engine)
+    return sender
 
 
 def start(

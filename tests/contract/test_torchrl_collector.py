@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from dropin_pairs import LATER, NEW, OLD, holds
 from source_models import qwen3
-from toys import attention
 
 from instep import MemoryEngine, TransformersEngine
 from instep.dropin import torchrl as ours
@@ -28,13 +28,6 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update import llm as theirs
 
 pytestmark = [pytest.mark.usefixtures("segments"), pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")]
-
-OLD, NEW, LATER = map(attention, range(3))
-
-
-def holds(engine: MemoryEngine) -> str:
-    named = {"old": OLD, "new": NEW, "later": LATER}
-    return {MemoryEngine(weights).fingerprint(): name for name, weights in named.items()}.get(engine.fingerprint(), "mixed")
 
 
 class Policy(TensorDictModule):
