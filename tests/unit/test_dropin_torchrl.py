@@ -120,6 +120,16 @@ def test_settings_are_those_of_a_push() -> None:
     assert engine.hosts[0].model.get_parameter("model.norm.weight").tolist() == NEW["model.norm.weight"].tolist()
 
 
+def test_engines_of_other_hosts_are_reached_over_gloo() -> None:
+    """Control over TCP, the weights over a process group: nothing is shared."""
+    engine = MemoryEngine(OLD)
+    with pair(NEW, [engine], transport="gloo") as (sender, _):
+        sender.update_weights()
+        assert holds(engine) == "new"
+        sender.update_weights(LATER)
+        assert holds(engine) == "later"
+
+
 @pytest.mark.parametrize(
     ("point", "kind", "then"),
     [
