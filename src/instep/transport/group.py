@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, TCPStore  # type: ignore[attr-defined]
 
 from instep.errors import TransportError
 
@@ -107,11 +107,29 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
         """Starts to send `tensor` (contiguous) from `root` into everybody else's. To be waited for, in the order of the calls."""
-        if self.broken:
-            raise TransportError(f"the group ended earlier: {self.broken}")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
-        return self._group.broadcast([tensor], options)
+        return self._whole().broadcast([tensor], options)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM) -> Any:
+        """Starts to combine every rank's `tensor` (contiguous), into all of them. To be waited for, like the following two."""
+        options = AllreduceOptions()
+        options.reduceOp, options.asyncOp = op, True
+        return self._whole().allreduce([tensor], options)
+
+    def send(self, tensor: torch.Tensor, to: int) -> Any:
+        return self._between(self._whole().send([tensor], to, 0))
+
+    def recv(self, tensor: torch.Tensor, source: int) -> Any:
+        return self._between(self._whole().recv([tensor], source, 0))
+
+    def _between(self, work: Any) -> Any:
+        return work if self.device.type == "cuda" else _InThread(work, self.timeout)
+
+    def _whole(self) -> Any:
+        if self.broken:
+            raise TransportError(f"the group ended earlier: {self.broken}")
+        return self._group
 
     def wait(self, work: Any) -> None:
         """Until a collective is done; on a GPU until whatever the current stream does next comes after it."""
@@ -171,6 +189,28 @@ class Group:
         self.give_up(text)
         self.close()
         return TransportError(text)
+
+
+class _InThread:
+    """Gloo's sends between two ranks do not tell that they are done: somebody must wait for them."""
+
+    def __init__(self, work: Any, timeout: float) -> None:
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._wait, args=(work, timedelta(seconds=timeout)), daemon=True)
+        self.thread.start()
+
+    def _wait(self, work: Any, timeout: timedelta) -> None:
+        try:
+            work.wait(timeout)
+        except Exception as error:
+            self.error = error
+
+    def is_completed(self) -> bool:
+        return not self.thread.is_alive()
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def _abort(groups: list[Any]) -> None:

@@ -63,8 +63,8 @@ class ShmTransport(Pull):
 
     def __init__(self) -> None:
         sweep()
-        self.segments: dict[str, _Segment] = {}
-        self.free: list[_Segment] = []
+        self.segments: dict[str, Segment] = {}
+        self.free: list[Segment] = []
         self.pool = ThreadPoolExecutor(max_workers=cores())
         self._at_exit = weakref.finalize(self, _close, self.segments, self.free, os.getpid())
 
@@ -93,7 +93,7 @@ class ShmTransport(Pull):
         return published
 
     def _fill(
-        self, segment: _Segment, offsets: dict[str, int], by_name: dict[str, TensorMeta], values: Iterable[tuple[str, torch.Tensor]]
+        self, segment: Segment, offsets: dict[str, int], by_name: dict[str, TensorMeta], values: Iterable[tuple[str, torch.Tensor]]
     ) -> set[str]:
         """Copies every value, and zeros up to the next tensor. Returns the names."""
         given: set[str] = set()
@@ -119,14 +119,14 @@ class ShmTransport(Pull):
             wait(backlog)  # also after an error: the next version may get the same memory
         return given
 
-    def _segment(self, size: int) -> _Segment:
+    def _segment(self, size: int) -> Segment:
         for segment in self.free:
             if segment.size >= size:
                 self.free.remove(segment)
                 return segment
         while self.free:
             self.free.pop().close()
-        return _Segment(size)
+        return Segment(size)
 
     def finish(self, published: Published) -> Published:
         return published
@@ -140,7 +140,7 @@ class ShmTransport(Pull):
         self.pool.shutdown(wait=False)
 
 
-def _close(segments: dict[str, _Segment], free: list[_Segment], owner: int) -> None:
+def _close(segments: dict[str, Segment], free: list[Segment], owner: int) -> None:
     """Runs once: when the transport is closed, collected, or the trainer ends without either. A forked child owns nothing."""
     if os.getpid() == owner:
         for segment in (*segments.values(), *free):
@@ -159,7 +159,7 @@ def _place(value: torch.Tensor, room: Bytes, meta: TensorMeta) -> Bytes | None:
     return None
 
 
-class _Segment:
+class Segment:
     """A mapped, locked file."""
 
     def __init__(self, size: int) -> None:
@@ -185,7 +185,7 @@ class _Segment:
             raise TransportError(f"cannot map {self.size >> 20} MiB in {directory()}: {error}") from error
         self.view: Bytes = np.frombuffer(self.map, np.uint8)
 
-    def renamed(self) -> _Segment:
+    def renamed(self) -> Segment:
         """The same memory under a new name: who still knows the old one finds nothing instead of another version."""
         name = f"instep-{uuid.uuid4().hex}"
         self.path = self.path.rename(directory() / name)

@@ -1,0 +1,161 @@
+"""The group of the originals: a `broadcast`, `all_reduce`, `send` and `recv` on tensors, each ended by a deadline.
+
+A header goes ahead of every broadcast: how many bytes follow, and their digest. So receivers know whether they got what the sender has, and
+one that expects something else takes the bytes all the same: the ranks stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from instep.digest import MASK, digest, seed_of
+from instep.digest_cuda import Run, Table
+from instep.errors import DigestMismatch, PlanError, TransportError
+from instep.protocol import ITEM_BYTES, TensorMeta, dtype_name
+from instep.transport.group import Group, find, serve
+
+DEADLINE = 300.0
+"""Seconds for a group to form and for each call on it, unless told otherwise: what vLLM's examples wait for a group."""
+
+
+class Communicator:
+    """Rank `rank` of `world_size`, on `device`: NCCL for a GPU, Gloo for the CPU. Every call returns when its work is done.
+
+    Calls raise `TransportError` at the deadline, when a peer is gone, or when another rank gave up.
+    """
+
+    def __init__(self, group: Group, timeout: float) -> None:
+        self.group, self.timeout = group, timeout
+        self.rank, self.world_size, self.device = group.rank, group.size, group.device
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
+        """Rank `src`'s tensor into everybody else's, of the same dtype and shape.
+
+        Raises `TransportError` on ranks whose tensor is of another dtype or shape, `DigestMismatch` where other bytes arrive. Both
+        leave the group in order.
+        """
+        with self._on(stream):
+            if src == self.rank:
+                self._send_all(tensor.detach().to(self.device).contiguous(), src)
+            else:
+                self._receive_all(tensor, src)
+
+    def skip(self, src: int = 0) -> None:
+        """Takes part in a broadcast whose tensor this rank has no use for."""
+        with self._on(None):
+            nbytes = self._header(None, src)[0]
+            self._flat(torch.empty(nbytes, dtype=torch.uint8, device=self.device), src)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, stream: Any = None) -> torch.Tensor:
+        """All ranks' tensors combined, as a new tensor."""
+        with self._on(stream):
+            combined = tensor.detach().clone(memory_format=torch.contiguous_format)
+            self._run(lambda: self.group.all_reduce(combined, op))
+            return combined
+
+    def send(self, tensor: torch.Tensor, dst: int, stream: Any = None) -> None:
+        with self._on(stream):
+            self._run(lambda: self.group.send(_bytes(tensor.detach().to(self.device).contiguous()), dst))
+
+    def recv(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        with self._on(stream):
+            room = tensor.detach().to(self.device).contiguous()
+            self._run(lambda: self.group.recv(_bytes(room), src))
+            _put(room, tensor)
+
+    def give_up(self, reason: str) -> None:
+        """Ends every rank's waits. The group is of no more use."""
+        self.group.give_up(reason)
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _send_all(self, data: torch.Tensor, src: int) -> None:
+        meta = nameless(data)
+        self._header([data.nbytes, seed_of(meta), sum_of(data, meta)], src)
+        self._flat(_bytes(data), src)
+
+    def _receive_all(self, tensor: torch.Tensor, src: int) -> None:
+        room = tensor.detach().to(self.device).contiguous()
+        meta = nameless(room)
+        nbytes, seed, sent = self._header(None, src)
+        if (nbytes, seed) != (room.nbytes, seed_of(meta)):
+            self._flat(torch.empty(nbytes, dtype=torch.uint8, device=self.device), src)
+            raise TransportError(
+                f"rank {src} sent {nbytes} bytes that are no {meta.dtype} of shape {list(meta.shape)}, which are {room.nbytes}",
+                next_step="announce the dtype and shape of the very tensor that is sent",
+            )
+        self._flat(_bytes(room), src)
+        if (got := sum_of(room, meta)) != sent:
+            raise DigestMismatch(f"a {meta.dtype} of shape {list(meta.shape)} arrived with digest {got:016x}, rank {src} sent {sent:016x}")
+        _put(room, tensor)
+
+    def _header(self, values: list[int] | None, src: int) -> list[int]:
+        signed = [value - (1 << 64) if value >> 63 else value for value in values or [0, 0, 0]]
+        header = torch.tensor(signed, dtype=torch.int64, device=self.device)
+        self._run(lambda: self.group.broadcast(header, src))
+        return [value & MASK for value in header.tolist()]
+
+    def _flat(self, data: torch.Tensor, src: int) -> None:
+        if data.numel():
+            self._run(lambda: self.group.broadcast(data, src))
+
+    def _run(self, start: Callable[[], Any]) -> None:
+        self.group.begin(self.timeout)
+        self.group.wait(start())
+        self.group.settle()
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def join(host: str, port: int, rank: int, world_size: int, device: torch.device, timeout: float, key: str = "") -> Communicator:
+    """Rank 0 serves the store at this address and port. Returns when all ranks have come.
+
+    Raises `TransportError` after `timeout` seconds without them.
+    """
+    try:
+        store = serve(host, port) if rank == 0 else find(host, port, timeout)
+    except OSError as error:
+        raise TransportError(f"rank 0 cannot serve the group's store at {host} port {port}: {error}") from error
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    key = f"instep {backend} {key}"  # ranks of different backends do not meet: one would wait in a way that cannot be ended
+    return Communicator(Group(backend, store, key, rank, world_size, device, timeout), timeout)
+
+
+def nameless(tensor: torch.Tensor) -> TensorMeta:
+    """What is known of a tensor by those who do not know its name."""
+    return TensorMeta("", dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def sum_of(tensor: torch.Tensor, meta: TensorMeta) -> int:
+    """The digest of a contiguous tensor, taken where it lies."""
+    if not tensor.is_cuda or not tensor.nbytes or tensor.nbytes % 8 or tensor.data_ptr() % 8:
+        return digest(tensor, meta)
+    words, seed = tensor.nbytes // 8, seed_of(meta)
+    table = Table([Run(tensor.data_ptr(), 0, 1, words, words, words, 0, seed, 0, meta.dtype)], 1, tensor.device, copy=False)
+    table.launch()
+    return (seed + table.result()[0][0]) & MASK
+
+
+def dtype_of(name: str | torch.dtype) -> torch.dtype:
+    """The dtype of a name with or without `torch.`. Raises `PlanError` for one that cannot travel."""
+    text = dtype_name(name)
+    if text not in ITEM_BYTES:
+        raise PlanError(f"dtype {text!r} cannot be sent; known: {', '.join(ITEM_BYTES)}")
+    found: torch.dtype = getattr(torch, text)
+    return found
+
+
+def _bytes(data: torch.Tensor) -> torch.Tensor:
+    return data.reshape(-1).view(torch.uint8)
+
+
+def _put(room: torch.Tensor, tensor: torch.Tensor) -> None:
+    if room.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(room)

@@ -1,0 +1,59 @@
+"""Whether a round has brought all that an engine needs: functions of metadata, of what the workers' loaders did, and of bytes at hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+
+from instep.digest import digest
+from instep.protocol import TensorMeta, WorkerPlan
+
+Known = Mapping[str, tuple[TensorMeta, int]]
+"""Tensors of which only the digest is left."""
+
+
+def lacking(plans: Iterable[WorkerPlan]) -> dict[str, int]:
+    """Parameters that are not filled yet, with the largest number of elements that a worker misses. Layers that compute their weights
+    on the way are left out: of them it cannot be told."""
+    found: dict[str, int] = {}
+    for plan in plans:
+        written: Counter[str] = Counter()
+        for route in plan.routes:
+            written[route.param] += route.target.numel
+        for param in plan.params:
+            missing = prod(param.shape) - written[param.name] - param.spare
+            if missing > 0 and param.layer not in plan.reload_only:
+                found[param.name] = max(missing, found.get(param.name, 0))
+    return found
+
+
+def unread(names: Iterable[str], plans: Sequence[WorkerPlan]) -> list[str]:
+    """Tensors that no worker's loader has taken anything from."""
+    read = {route.tensor for plan in plans for route in plan.routes}
+    return [name for name in names if name not in read]
+
+
+def twin(name: str, metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Another tensor of the round with the same dtype, shape and bytes."""
+    mine = tensors[name]
+    for other, meta in metas.items():
+        if other != name and (meta.dtype, meta.shape) == (metas[name].dtype, metas[name].shape) and _equal(tensors[other], mine):
+            return other
+    return None
+
+
+def known(meta: TensorMeta, tensor: torch.Tensor, earlier: Known) -> bool:
+    """Whether these are the bytes of one of the earlier tensors of this dtype and shape."""
+    return any((other.dtype, other.shape) == (meta.dtype, meta.shape) and digest(tensor, other) == had for other, had in earlier.values())
+
+
+def listed(names: Collection[str]) -> str:
+    shown = sorted(names)[:6]
+    return ", ".join(shown) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

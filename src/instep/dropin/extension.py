@@ -1,0 +1,122 @@
+"""What the worker extensions of all drop-ins have in common: one `Rounds`, and how its outcome crosses the engine's RPC."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from instep.dropin.communicator import DEADLINE, Communicator, dtype_of, join
+from instep.dropin.peers import of_worker
+from instep.dropin.rounds import Rounds
+from instep.engine.vllm_worker import VllmHost, WorkerExtension
+from instep.errors import EngineDirty, InstepError, PlanError, VersionConflict
+from instep.protocol import WorkerReceipt
+from instep.receiver.state import Receiver
+
+logger = logging.getLogger("instep")
+Status = dict[str, Any]
+"""What a worker method returns: `ok`, `error` (text or None), `rank`, `version` (what the worker serves now), `committed`."""
+
+
+class RoundsExtension(WorkerExtension):
+    """`self` is vLLM's worker. A push from a `WeightSync` reaches it too."""
+
+    instep_cast = False
+
+    def finish_update(self, version: str | None = None) -> Status:
+        """Commits the tensors that were sent since the last commit, under the label `version`, or none of them."""
+        return answer(self, lambda rounds: rounds.finish(version))
+
+    def check_weights_changed(self, since: str | None = None) -> bool | None:
+        """Without `since`: whether every parameter is near zero, which the examples call so because their trainer sends zeros.
+
+        since: a version that this engine served; whether its weights have another digest now. Raises `VersionConflict` for one that it
+        did not serve; one worker of several does not raise, and returns None.
+        """
+        rounds = rounds_of(self)
+        if since is None:
+            return all(torch.allclose(param, torch.zeros_like(param)) for param in rounds.receiver.host.model.parameters())
+        history = rounds.receiver.history
+        if since in history:
+            return rounds.receiver.version is not None and history[since] != history[rounds.receiver.version]
+        if rounds.peers.size > 1:
+            return None
+        raise VersionConflict(f"this engine did not serve {since!r}; it served {', '.join(history) or 'its first weights alone'}")
+
+    def instep_join(self, host: str, port: int, rank_offset: int, world_size: int, device: torch.device, timeout: float, key: str) -> None:
+        """Takes the worker's place in a group; a round that an earlier trainer left is forgotten."""
+        rounds = rounds_of(self)
+        rounds.begin()
+        leave(self)
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        rank = rank_offset + getattr(parallel, "data_parallel_index", 0) * parallel.world_size + self.rank  # type: ignore[attr-defined]
+        vars(self)["model_update_group"] = join(host, int(port), rank, world_size, device, timeout, key)
+        rounds.peers.timeout = timeout
+
+    def instep_receive(self, rounds: Rounds, name: str, dtype: str, shape: Any, *, last: bool | None) -> WorkerReceipt | None:
+        """One broadcast of the trainer. The worker takes part in it whatever is wrong with what was announced. last: see `Rounds.add`."""
+        group: Communicator | None = vars(self).get("model_update_group")
+        if group is None:
+            raise PlanError("this worker is in no group: no trainer can broadcast to it", next_step="call the init method first")
+
+        def bring() -> torch.Tensor:
+            try:
+                room = torch.empty(tuple(shape), dtype=dtype_of(dtype), device=group.device)
+            except Exception:
+                group.skip()
+                raise
+            group.broadcast(room)
+            return room
+
+        return rounds.add(name, bring, last=last)
+
+
+def answer(worker: Any, action: Callable[[Rounds], WorkerReceipt | None]) -> Status:
+    """Runs a step of a round.
+
+    vLLM loses step with the replies of an engine's workers after one of several raises: so they never do, and what went wrong is in the
+    status. An engine's only worker raises.
+    """
+    rounds = rounds_of(worker)
+    receipt, error = None, None
+    try:
+        receipt = action(rounds)
+    except Exception as failure:
+        if rounds.peers.size == 1:
+            raise
+        error = str(failure) if isinstance(failure, InstepError) else f"{type(failure).__name__}: {failure}"
+    return {
+        "ok": error is None,
+        "error": error,
+        "rank": worker.rank,
+        "version": rounds.receiver.version,
+        "committed": receipt is not None,
+    }
+
+
+def rounds_of(worker: Any) -> Rounds:
+    """The worker's rounds. From their first use on it refuses to run a model that holds parts of two versions."""
+    held = vars(worker)
+    if "instep_rounds" not in held:
+        receiver = held.setdefault("instep_receiver", None) or Receiver(VllmHost(worker))
+        held["instep_receiver"] = receiver
+        rounds = Rounds(receiver, of_worker(worker, DEADLINE), cast=worker.instep_cast)
+        held["instep_rounds"] = rounds
+        run = worker.execute_model
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            if (reason := rounds.together.dirty()) is not None:
+                raise EngineDirty(f"this worker holds parts of two versions: {reason}", next_step="restart the engine")
+            return run(*args, **kwargs)
+
+        held["execute_model"] = execute_model
+    found: Rounds = held["instep_rounds"]
+    return found
+
+
+def leave(worker: Any) -> None:
+    if (group := vars(worker).pop("model_update_group", None)) is not None:
+        group.close()

@@ -1,0 +1,213 @@
+"""The commit of staged tensors by all workers of an engine together.
+
+    trace, prove, prepare ──▶ commit
+        │ anything missing or wrong      │ fails after the first write, in any worker
+        ▼                                ▼
+    old weights serve on           dirty: the model must not run until another commit succeeds
+
+They are the calls that a trainer's push makes of a receiver. A worker alone can tell that all its parameters are written; that each
+tensor is read completely, only all of them can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from msgspec import structs
+
+from instep.dropin.communicator import sum_of
+from instep.dropin.complete import Known, lacking, listed, twin, unread
+from instep.dropin.peers import Peers
+from instep.errors import ApplyError, InstepError, PlanError, by_name
+from instep.plan.routes import Plan, check_metadata, prove, signature
+from instep.protocol import (
+    Arrival,
+    CommitRequest,
+    Location,
+    Manifest,
+    PrepareRequest,
+    Reply,
+    Request,
+    TensorMeta,
+    TraceRequest,
+    WorkerPlan,
+    WorkerReceipt,
+    decode,
+    encode,
+    raw,
+)
+from instep.receiver.state import Receiver
+from instep.receiver.trace import trace
+from instep.transport import Me, Reader
+
+T = TypeVar("T")
+STAGED = "staged"
+
+
+@dataclass
+class Stage:
+    """Tensors in host memory, with their digests, taken when they came. `number` is the same in every worker."""
+
+    number: int
+    metas: dict[str, TensorMeta] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    digests: dict[str, int] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.metas, self.tensors, self.digests = {}, {}, {}
+
+
+class StageReader:
+    """A stage as a receiver reads it: nothing is left to fetch, and the bytes were compared with what the sender said when they came."""
+
+    arrived, fetches = True, False
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
+        return {}
+
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
+        return self.stage.tensors[meta.name]
+
+    def close(self) -> bool:
+        return True
+
+
+class Together:
+    """One per worker. cast: whether tensors of another dtype than the engine stores are rounded to it."""
+
+    def __init__(self, receiver: Receiver, peers: Peers, *, cast: bool) -> None:
+        self.receiver, self.peers, self.cast = receiver, peers, cast
+        self.seq = 0
+        self.stage = Stage(0)
+        self.plan: Plan | None = None
+        self.aliases: dict[str, str] = {}
+        self.last: Known = {}
+        """The tensors that were committed last."""
+        self.halved: tuple[str | None, str] | None = None
+        self.opened, receiver.open_reader = receiver.open_reader, self._open
+
+    def commit(self, stage: Stage, version: str) -> WorkerReceipt:
+        """Raises `PlanError` where something is missing, has no place, or has another shape or dtype: the old weights serve on.
+
+        Raises whatever a commit raises: then `dirty()` says why the model must not run.
+        """
+        self.stage = stage
+        try:
+            manifest = self._prepared(version)
+            receipt = self._commit(version)
+        finally:
+            self.stage = Stage(0)
+        self.last = {meta.name: (meta, manifest.digests[meta.name]) for meta in manifest.tensors if not meta.alias_of}
+        self.halved = None
+        return receipt
+
+    def dirty(self) -> str | None:
+        """Why the model must not run, or None."""
+        if self.receiver.state == "dirty":
+            return self.receiver.last_error
+        return self.halved[1] if self.halved and self.halved[0] == self.receiver.version else None
+
+    def look(self, stage: Stage) -> WorkerPlan:
+        """What the loader would do with the tensors that have come. The receiver's plan stays."""
+        return trace(self.receiver.host, list(stage.metas.values()))
+
+    def exchange(self, stage: Stage, topic: str, plan: WorkerPlan) -> list[WorkerPlan]:
+        bodies = self.peers.exchange(f"{stage.number} {topic} {len(stage.metas)}", encode(plan))
+        return [decode(body, WorkerPlan) for body in bodies]
+
+    def _open(self, manifest: Manifest, me: Me) -> Reader:
+        return StageReader(self.stage) if manifest.location.transport == STAGED else self.opened(manifest, me)
+
+    def _prepared(self, version: str) -> Manifest:
+        try:
+            return self._prepare(version)
+        except Exception as error:
+            self.peers.tell(f"{self.stage.number} failed", fault := as_instep(error))
+            raise fault from error
+
+    def _prepare(self, version: str) -> Manifest:
+        """Everything that can be refused is refused here, in all workers alike."""
+        metas, stage = self._planned(), self.stage
+        for meta in metas:
+            if meta.dtype != stage.metas[meta.name].dtype:
+                stage.tensors[meta.name] = stage.tensors[meta.name].to(getattr(torch, meta.dtype))
+                stage.digests[meta.name] = sum_of(stage.tensors[meta.name], meta)
+        own = {meta.name: stage.digests[meta.name] for meta in metas if not meta.alias_of}
+        manifest = Manifest(version, None, metas, own, Location(STAGED, f"round {stage.number}", 0, {}))
+        try:
+            seconds = self.peers.timeout
+            self._ask("prepare", Arrival, PrepareRequest(manifest, signature(self._listed()), lease=seconds, timeout=seconds))
+            self.peers.exchange(f"{stage.number} ready", b"")
+        except InstepError:
+            with suppress(InstepError):
+                self._ask("abort", type(None))
+            raise
+        return manifest
+
+    def _commit(self, version: str) -> WorkerReceipt:
+        try:
+            receipt = self._ask("commit", WorkerReceipt, CommitRequest(version))
+            self.peers.exchange(f"{self.stage.number} done", b"")
+        except InstepError as error:
+            self.peers.tell(f"{self.stage.number} done", error)
+            if self.receiver.state == "serving":
+                self.halved = self.receiver.version, f"not every worker has committed {version}: {error}"
+            raise
+        return receipt
+
+    def _planned(self) -> list[TensorMeta]:
+        """The metadata to commit, in the dtypes that the engine stores."""
+        metas = self._listed()
+        check_metadata(metas)
+        wanted = signature(metas)
+        mine = self.plan.signature if self.plan and self.receiver.signature == self.plan.signature else ""
+        if any(theirs.decode() != wanted for theirs in self.peers.exchange(f"{self.stage.number} signature", mine.encode())):
+            self.plan = None
+            plans = self.exchange(self.stage, "plan", self._trace(metas))
+            self.aliases = {name: other for name in unread(self.stage.metas, plans) if (other := self._twin(name))}
+            if self.aliases:
+                metas = self._listed()
+                plans = self.exchange(self.stage, "tied", self._trace(metas))
+            self.plan = self._proved(metas, plans)
+        assert self.plan is not None
+        casts = self.plan.casts
+        return [structs.replace(meta, dtype=casts.get(meta.alias_of or meta.name, meta.dtype)) for meta in metas]
+
+    def _listed(self) -> list[TensorMeta]:
+        """What came, with the ties that were found out, as far as they still hold."""
+        ties = {name: other for name, other in self.aliases.items() if name in self.stage.metas and self._twin(name) == other}
+        return [structs.replace(meta, alias_of=ties.get(meta.name)) for meta in self.stage.metas.values()]
+
+    def _twin(self, name: str) -> str | None:
+        return twin(name, self.stage.metas, self.stage.tensors)
+
+    def _proved(self, metas: list[TensorMeta], plans: Sequence[WorkerPlan]) -> Plan:
+        try:
+            return prove("the engine", metas, plans, cast=self.cast)
+        except PlanError as error:
+            missing = sorted(self.last.keys() - self.stage.metas.keys()) or lacking(plans)
+            if not missing:
+                raise
+            raise PlanError(f"the round is incomplete, {listed(missing)} did not come: {error.args[0]}", tensor=error.tensor) from error
+
+    def _trace(self, metas: list[TensorMeta]) -> WorkerPlan:
+        return self._ask("trace", WorkerPlan, TraceRequest(metas, signature(metas)))
+
+    def _ask(self, method: str, kind: type[T], body: Any = None) -> T:
+        self.seq += 1
+        reply = decode(self.receiver.handle(method, encode(Request(self.seq, STAGED, raw(body)))), Reply)
+        if reply.fault is not None:
+            raise by_name(reply.fault.kind)(reply.fault.message, tensor=reply.fault.tensor)
+        return decode(reply.body, kind)
+
+
+def as_instep(error: Exception) -> InstepError:
+    """The error itself, or one of ours that says the same."""
+    return error if isinstance(error, InstepError) else ApplyError(f"{type(error).__name__}: {error}")

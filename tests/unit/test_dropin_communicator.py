@@ -1,0 +1,136 @@
+"""The drop-ins' group on the CPU: real Gloo, one thread for each rank."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from toys import bits
+
+from instep.dropin import communicator
+from instep.dropin.communicator import Communicator, join
+from instep.errors import DigestMismatch, TransportError
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(60)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def group(size: int, timeout: float = 10) -> list[Communicator]:
+    port = free_port()
+    return at_once([lambda rank=rank: join("127.0.0.1", port, rank, size, CPU, timeout) for rank in range(size)])
+
+
+def at_once(actions: list[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return [future.result(30) for future in [pool.submit(action) for action in actions]]
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Communicator]]:
+    made = group(3)
+    yield made
+    for one in made:
+        one.close()
+
+
+TENSORS = {
+    "bfloat16": torch.randn(5, 7).to(torch.bfloat16),
+    "float8": torch.randn(5, 7).to(torch.float8_e4m3fn),
+    "a bool": torch.tensor([True, False, True]),
+    "a scalar": torch.tensor(3.5),
+    "nothing": torch.empty(0, 4),
+    "strided": torch.randn(6, 4).t(),
+    "a parameter": torch.nn.Parameter(torch.randn(3)),
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_a_broadcast_brings_the_bytes(ranks: list[Communicator], tensor: torch.Tensor) -> None:
+    rooms = [torch.nn.Parameter(torch.zeros_like(tensor)) if tensor.requires_grad else torch.zeros_like(tensor) for _ in range(2)]
+    sending = [lambda: ranks[1].broadcast(tensor, src=1)]
+    at_once(
+        sending + [lambda rank=rank, room=room: rank.broadcast(room, src=1) for rank, room in zip((ranks[0], ranks[2]), rooms, strict=True)]
+    )
+    assert all(torch.equal(bits(room), bits(tensor)) for room in rooms)
+
+
+def test_the_other_collectives(ranks: list[Communicator]) -> None:
+    inputs = [torch.full((3, 2), float(rank + 1)) for rank in range(3)]
+    sums = at_once([lambda rank=rank: ranks[rank].all_reduce(inputs[rank]) for rank in range(3)])
+    assert [total.tolist() for total in sums] == [[[6.0, 6.0]] * 3] * 3
+    assert [tensor[0, 0].item() for tensor in inputs] == [1, 2, 3]
+    room = torch.zeros(2, 3).t()
+    at_once([lambda: ranks[0].send(inputs[0], dst=2), lambda: ranks[2].recv(room, src=0)])
+    assert torch.equal(room, inputs[0])
+
+
+@pytest.mark.parametrize("room", [torch.zeros(2, 3), torch.zeros(6, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.int32)])
+def test_a_receiver_that_expects_something_else_stays_in_step(ranks: list[Communicator], room: torch.Tensor) -> None:
+    sent, rooms = torch.arange(6.0), [torch.zeros(6) for _ in range(2)]
+
+    def confused() -> None:
+        with pytest.raises(TransportError, match=r"sent 24 bytes that are no"):
+            ranks[1].broadcast(room)
+        ranks[1].broadcast(rooms[0])
+
+    def whole() -> None:
+        ranks[2].skip()
+        ranks[2].broadcast(rooms[1])
+
+    at_once([lambda: [ranks[0].broadcast(sent), ranks[0].broadcast(sent + 1)], confused, whole])
+    assert [room.tolist() for room in rooms] == [(sent + 1).tolist()] * 2
+
+
+def test_bytes_that_are_not_the_senders_are_noticed(ranks: list[Communicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = iter([1, 2, 2])
+    monkeypatch.setattr(communicator, "sum_of", lambda tensor, meta: next(sums))
+
+    def receive(rank: int) -> None:
+        with pytest.raises(DigestMismatch, match="digest 0000000000000002, rank 0 sent 0000000000000001"):
+            ranks[rank].broadcast(torch.zeros(4))
+
+    at_once([lambda: ranks[0].broadcast(torch.ones(4)), lambda: receive(1), lambda: receive(2)])
+
+
+def test_no_call_waits_longer_than_its_deadline() -> None:
+    ranks = group(2, timeout=1)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="did not take part within 1 s"):
+        ranks[0].broadcast(torch.ones(4))
+    with pytest.raises(TransportError, match=r"another rank gave up|ended earlier"):
+        ranks[1].broadcast(torch.ones(4))
+    assert time.monotonic() - started < 10
+    with pytest.raises(TransportError, match="rank 1 of 2 did not come within"):
+        join("127.0.0.1", free_port(), 0, 2, CPU, 1)
+    with pytest.raises(TransportError, match="cannot serve"), socket.create_server(("127.0.0.1", 0)) as taken:
+        join("127.0.0.1", taken.getsockname()[1], 0, 2, CPU, 1)
+    with pytest.raises(TransportError, match="does not answer"):
+        join("127.0.0.1", free_port(), 1, 2, CPU, 1)
+    assert time.monotonic() - started < 20
+
+
+def test_who_gives_up_ends_the_others_waits() -> None:
+    ranks = group(2, timeout=60)
+    started = time.monotonic()
+
+    def give_up() -> None:
+        time.sleep(0.2)
+        ranks[1].give_up("told to")
+
+    def wait() -> None:
+        with pytest.raises(TransportError, match="told to"):
+            ranks[0].broadcast(torch.ones(4))
+
+    at_once([wait, give_up])
+    assert time.monotonic() - started < 10
