@@ -104,7 +104,9 @@ class VllmSubject:
 
 
 def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> Any:
-    """An `LLM` on one GPU, or on the CPU, for a model of `nbytes`. arguments: more of `LLM`'s, which overrule what is here."""
+    """An `LLM` on a GPU, and those after it where it is tensor-parallel, or on the CPU, for a model of `nbytes`. arguments: more of
+    `LLM`'s, which overrule what is here."""
+    tp = arguments.get("tensor_parallel_size", 1)
     settings: dict[str, Any] = {
         "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8, "skip_tokenizer_init": True,
         "use_tqdm_on_load": False, "worker_extension_cls": "instep.bench.worker.BenchExtension",
@@ -113,8 +115,8 @@ def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> 
         settings |= {"enforce_eager": True}
     else:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # before the mask changes: this process goes on seeing all GPUs
-        settings |= {"gpu_memory_utilization": (nbytes + ROOM) / torch.cuda.mem_get_info(gpu)[1]}
-    mask = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": _visible(gpu)}
+        settings |= {"gpu_memory_utilization": (nbytes // tp + ROOM) / torch.cuda.mem_get_info(gpu)[1]}
+    mask = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(_visible(gpu + rank) for rank in range(tp))}
     with environment({**ENVIRONMENT, **(ON_CPU if gpu is None else ON_GPU), **mask}):
         from vllm import LLM
 

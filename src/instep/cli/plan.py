@@ -1,0 +1,148 @@
+"""`instep plan`: which way each layer of a model takes into vLLM, tried with random weights before a training run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+
+from instep import WeightSync
+from instep.bench import shapes as named
+from instep.bench.shapes import ShapesName
+from instep.bench.subjects import start_vllm
+from instep.cli.doctor import stdout_to_stderr
+from instep.cli.layer_rows import Report, alike, rows, tables, timed
+from instep.engine.vllm import EXTENSION
+from instep.errors import ConfigError
+
+TIMEOUT = 600.0
+"""Seconds for each phase: the first push of a large model reloads all of it."""
+NO_TERMINAL_WIDTH = 240
+
+
+def plan(model: str | None = None, /, *, tp: int = 1, shapes: ShapesName | None = None, json: bool = False) -> int:
+    """See before a training run whether engine and trainer fit, and which layers vLLM has to reload.
+
+    Starts vLLM with random weights on this machine and pushes to it twice. Exit code 1, with the reason, where they do not fit.
+
+    Parameters
+    ----------
+    model
+        A directory with a config, with or without weights, or a Hub id. No weights are downloaded.
+    tp
+        Tensor-parallel workers of the engine.
+    shapes
+        A named configuration in place of a model.
+    json
+        Print the plan as JSON on stdout.
+    """
+    if (model is None) == (shapes is None):
+        raise ConfigError("plan takes either a model or --shapes", next_step="instep plan Qwen/Qwen3-0.6B, or instep plan --shapes tiny")
+    with stdout_to_stderr(), TemporaryDirectory(prefix="instep-plan-") as scratch:
+        folder = named.folder(shapes, Path(scratch)) if shapes else described(model or "", Path(scratch))
+        report = tried(shapes or model or "", folder, tp)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
+    else:
+        Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH).print(tables(report))
+    return 0
+
+
+def described(model: str, scratch: Path) -> Path:
+    """A directory with the model's config: its own, or one with the config from the Hub alone. Raises `ConfigError` where there is none."""
+    if Path(model).is_dir():
+        return Path(model)
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(model).save_pretrained(scratch)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model} is no directory, and no config of that name can be had: {error}") from error
+    return scratch
+
+
+def tried(name: str, folder: Path, tp: int) -> Report:
+    """Two pushes with changed weights between them. Raises what the pushes raise, and `ConfigError` where vLLM does not start."""
+    gpus = torch.cuda.device_count()
+    if gpus and gpus < tp:
+        raise ConfigError(f"tp={tp} needs as many GPUs, this machine has {gpus}")
+    weights = trainer(folder, f"cuda:{gpus - 1}" if gpus else "cpu")
+    values = weights if isinstance(weights, dict) else dict(weights.named_parameters())
+    with (
+        running(folder, 0 if gpus else None, sum(tensor.nbytes for tensor in values.values()), tp) as llm,
+        WeightSync(weights, [llm], cast=True, timeout=TIMEOUT) as sync,
+    ):
+        first = sync.push("plan-1")
+        change(values.values())
+        second = sync.push("plan-2")
+        member, session = sync._session.fleet.members[0], sync._session
+        assert member.plan is not None
+        transport, _, why = (session.transport.told or "").partition(": ")
+        sent = {meta.name: meta.dtype for meta in session.described}
+        return Report(
+            model=name,
+            engine=f"vLLM on {f'{tp} of {gpus} GPUs' if gpus else 'the CPU'}, tensor parallel {tp}",
+            nbytes=second.nbytes,
+            tensors=second.tensors,
+            transport=transport,
+            why=why,
+            rows=rows(member.plan, second.engines[0]),
+            kept=alike(member.plan.kept()),
+            casts=alike({tensor: f"{sent[tensor]} to {dtype}" for tensor, dtype in member.plan.casts.items()}),
+            first=timed(first),
+            second=timed(second),
+        )
+
+
+def trainer(folder: Path, device: str) -> Any:
+    """What a trainer has, with random weights: the tensors that the directory's files name, or else a model of transformers."""
+    if any(folder.glob("*.safetensors")):
+        from instep.source.checkpoint import CheckpointSource
+
+        metas = CheckpointSource(folder).metadata()
+        tensors = {meta.name: torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=device) for meta in metas}
+        for tensor in tensors.values():
+            tensor.copy_(torch.randn(tensor.shape, device=device) * 0.02)
+        return tensors
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"transformers makes no model of the config in {folder}: {error}") from error
+
+
+def change(tensors: Any) -> None:
+    """What an optimizer's step does: every weight changes."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.copy_(-tensor.float())  # of 8-bit floats there is no negation
+
+
+@contextmanager
+def running(folder: Path, gpu: int | None, nbytes: int, tp: int) -> Iterator[Any]:
+    """A vLLM with random weights of its own. Raises `ConfigError` where it does not start."""
+    if not find_spec("vllm"):
+        raise ConfigError("plan asks vLLM's own loader, and vLLM is not installed", next_step='pip install "instep[vllm]"')
+    print("starting vLLM with random weights, about a minute", file=sys.stderr, flush=True)
+    try:
+        llm = start_vllm(
+            folder, gpu, nbytes, dtype="auto", max_model_len=64, enforce_eager=True, worker_extension_cls=EXTENSION, tensor_parallel_size=tp
+        )
+    except Exception as error:
+        raise ConfigError(f"vLLM does not start with {folder}: {error}", next_step="its own log above says why") from error
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
