@@ -86,13 +86,20 @@ class BroadcastTransport:
             self._leave()
             self.key, self.ranks = uuid.uuid4().hex, self.wanted
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the trainer may compute on any stream
+            self._synchronize()
         self.waiting, self.sent = (tensors, values), Future()
         offsets, size = layout(tensors)
         address = f"{self.key}@{host}@{self.store.port}"
         self.sending = uuid.uuid4().hex
         location = Location(self.backend, address, size, offsets, bucket=self.way.bucket, ranks=self.ranks, sending=self.sending, live=True)
         return Published(location, {})
+
+    def _synchronize(self) -> None:
+        """The trainer may compute on any stream. Raises `TransportError` where its GPU does not come to rest in time."""
+        try:
+            self.thread.submit(torch.cuda.synchronize, self.device).result(self.timeout)
+        except TimeoutError:
+            raise TransportError(f"the trainer's {self.device} was still busy after {self.timeout:g} s") from None
 
     @asynccontextmanager
     async def serving(self, step: str) -> AsyncIterator[Sending]:
@@ -147,12 +154,12 @@ class BroadcastTransport:
 
     def _take_part(self, step: str) -> InstepError | None:
         try:
-            if self.device.type == "cuda":
-                warm_up(self.device)
-            if self.group is None:
-                self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
-            if step == self.way.step:
-                with torch.no_grad(), self._on_device():
+            with torch.no_grad(), self._on_device():
+                if self.group is None:
+                    if self.device.type == "cuda":
+                        warm_up(self.device)
+                    self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
+                if step == self.way.step:
                     self.sent.set_result(self._send(self.group))
         except Exception as error:
             self._end_group(str(error.args[0]) if error.args else repr(error))

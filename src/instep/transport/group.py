@@ -145,7 +145,7 @@ class Group:
         """Until the device has done everything that was asked of the current stream."""
         if self.device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+            done.record(torch.cuda.current_stream(self.device))
             self._until(done.query)
 
     def _until(self, done: Any) -> None:
