@@ -67,7 +67,7 @@ def test_settings_that_a_trainers_softmax_does_not_have_are_named(settings: dict
 
 
 class Params(msgspec.Struct):
-    """The shape of `vllm.SamplingParams`; `tests/integration/test_generation_parsers.py` has the real one."""
+    """The shape of `vllm.SamplingParams`; `tests/integration/test_generation_parsers_vllm.py` has the real one."""
 
     n: int = 1
     max_tokens: int | None = 16
