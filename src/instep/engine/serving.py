@@ -1,0 +1,93 @@
+"""What an actor needs of an engine that serves requests: tokens in, tokens out. Everything runs on the event loop that started it.
+
+`vllm_serving.py` has it for vLLM. A test may bring its own.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from msgspec import Struct
+
+from instep.engine import Engine
+
+
+class Sampled(Struct, frozen=True, kw_only=True):
+    """What an engine sampled for one request.
+
+    logprobs: of the sampled tokens, natural logarithm, of the distribution that they were drawn from.
+    versions: (version, start, end) of the tokens of each version; None where the engine does not tell.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length", "abort", "error", "repetition"]
+    stop_reason: int | str | None = None
+    versions: list[tuple[str, int, int]] | None = None
+
+
+class KVCacheInfo(Struct, frozen=True):
+    """What is left for the KV cache beside weights and activations, as the engine measured it when it started.
+
+    tokens: that fit. concurrency: requests of `max_model_len` tokens that fit. max_num_seqs: requests that one step may hold.
+    """
+
+    tokens: int
+    concurrency: float
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def samples(self) -> int:
+        """How many samples an actor takes: as fit, but no more than twice what runs at once, so that those that wait for a tool leave no
+        place empty, and prompts stay with whoever has time for them."""
+        return max(1, min(int(self.concurrency), 2 * self.max_num_seqs))
+
+
+class ModelDims(Struct, frozen=True):
+    """Sizes that follow from the model's configuration, for accounts of FLOPs and bytes. sliding_window: tokens, of `sliding_layers`."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+    sliding_layers: int = 0
+    device: str = "cpu"
+
+
+class Serving(Protocol):
+    """An engine that serves requests."""
+
+    weights: Engine
+    """What a `WeightSync` pushes to."""
+    tokenizer: Any
+    """The engine's own; None where it has none."""
+    kv_cache: KVCacheInfo
+    dims: ModelDims
+
+    async def generate(self, token_ids: Sequence[int], sampling: dict[str, Any], request_id: str, salt: str | None) -> Sampled:
+        """Samples one request. `sampling`: as `Sampling.vllm_kwargs` makes it. `salt`: requests share cached prefixes with equal ones.
+
+        Cancelled, it stops working on it. Raises `EngineLost` where a process of the engine is gone.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """Makes `generate` answer with what it has."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Whether it is empty now: blocks that running requests use stay."""
+
+    async def check(self) -> None:
+        """Raises `EngineLost` where the engine cannot go on."""
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Answers OpenAI's HTTP interface on a socket that listens, until it is cancelled."""
+
+    async def aclose(self) -> None:
+        """Ends the engine's processes."""

@@ -1,0 +1,272 @@
+"""An engine that answers prompts with samples, and follows a trainer. Ray is not needed; `ray.py` puts it into a Ray actor.
+
+    actor = LLMActor(partial(start_vllm, "model"), reward_config=rewards, prompt_queue=prompts, results_queue=results)
+    sync = WeightSync(model, engines=[actor])
+    sync.push("step-1")                      # while it generates
+    result = results.get()
+    actor.check_background_threads()         # raises what went wrong in the background
+    actor.stop()
+
+Everything happens on one event loop in a thread of its own: the engine, the rollouts, their rewards. Queues are waited for in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from instep.engine import CachePolicy
+from instep.engine.serving import KVCacheInfo, ModelDims, Serving
+from instep.errors import ConfigError, EngineLost, EngineTimeout
+from instep.generation.background import Background
+from instep.generation.budget import Limits
+from instep.generation.client import EngineClient
+from instep.generation.manager import ActorStatus
+from instep.generation.parsers import Tokenizer, ToolParser
+from instep.generation.queues import Queue
+from instep.generation.rewards import RewardConfig
+from instep.generation.rollout import Harness
+from instep.generation.tools import ToolSet
+from instep.generation.types import GenerationResult, PromptId, PromptRequest
+from instep.generation.work import Settings, Work
+from instep.protocol import Method
+
+T = TypeVar("T")
+CONTROL = 60.0
+"""Seconds for a control call that touches no weights."""
+
+
+class LLMActor:
+    """
+    start: makes the engine, on the actor's event loop. tokenizer: the engine's own if None.
+    tool_parser: makes the parser of tool calls, given the tokenizer.
+    prompt_queue: of `PromptRequest`; without one, prompts come by `submit` alone. results_queue, eval_results_queue: of `GenerationResult`,
+        by the split of the prompt. While one is full no prompt is taken, once as many samples wait for it as the engine has places.
+    actor_manager: an `ActorManager` or its handle: while it says so no prompt is taken.
+    inflight_updates: generation goes on across an update, and every token is labelled with the weights that it came from. If False, an
+        update first waits until the engine has ended the turns that it is working on, no longer than `drain_timeout` seconds.
+    max_staleness: a sample with tokens more versions behind than this when it ends is made again with the weights of that time.
+    max_samples: samples at a time; if None as many as the KV cache holds, see `KVCacheInfo.samples`.
+    await_weights: takes no prompt from the queue before a trainer has pushed a version. For an actor that takes a dead one's place.
+    http: answer OpenAI's interface at `url`, on a port of this host alone.
+
+    Raises what `start` raises, and `EngineTimeout` where that takes longer than `start_timeout` seconds.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[Serving]],
+        *,
+        name: str = "actor",
+        tokenizer: Tokenizer | None = None,
+        limits: Limits | None = None,
+        tools: Sequence[Any] = (),
+        tool_parser: Callable[[Tokenizer], ToolParser] | None = None,
+        reward_config: RewardConfig | None = None,
+        prompt_queue: Queue | None = None,
+        results_queue: Queue | None = None,
+        eval_results_queue: Queue | None = None,
+        actor_manager: Any = None,
+        inflight_updates: bool = True,
+        drain_timeout: float = 50.0,
+        max_staleness: int | None = None,
+        max_samples: int | None = None,
+        await_weights: bool = False,
+        http: bool = False,
+        start_timeout: float = 1200.0,
+    ) -> None:
+        if prompt_queue is not None and results_queue is None:
+            raise ConfigError("prompts come by a queue, but there is no results_queue for what is made of them")
+        if (max_staleness is not None and max_staleness < 0) or (max_samples is not None and max_samples < 1):
+            raise ConfigError("max_staleness must not be negative, max_samples must be at least 1")
+        self.name = name
+        self.inflight_updates = inflight_updates
+        self.drain_timeout = drain_timeout
+        self.url: str | None = None
+        self._serving: Serving | None = None
+        self._background = Background(name, self._failed)
+        settings = Settings(prompt_queue, results_queue, eval_results_queue, actor_manager, max_staleness, max_samples, await_weights)
+        try:
+            self._background.run(self._start(start, tokenizer, limits, tools, tool_parser, reward_config, settings, http), start_timeout)
+        except BaseException as error:
+            self.stop(drain=False)
+            if isinstance(error, TimeoutError):
+                raise EngineTimeout(f"{name} did not start within {start_timeout:g} s") from None
+            raise
+
+    async def _start(
+        self,
+        start: Callable[[], Awaitable[Serving]],
+        tokenizer: Tokenizer | None,
+        limits: Limits | None,
+        tools: Sequence[Any],
+        tool_parser: Callable[[Tokenizer], ToolParser] | None,
+        reward_config: RewardConfig | None,
+        settings: Settings,
+        http: bool,
+    ) -> None:
+        toolset = await ToolSet.connect(tools)  # before the engine: a wrong tool is told at once
+        serving = self._serving = await start()
+        context = serving.kv_cache.max_model_len
+        if limits is not None and limits.max_model_len > context:
+            raise ConfigError(f"limits.max_model_len is {limits.max_model_len}, the engine's context {context} tokens")
+        tokenizer = tokenizer or serving.tokenizer
+        if tokenizer is None:
+            raise ConfigError("the engine has no tokenizer: give one")
+        parser = tool_parser(tokenizer) if tool_parser else None
+        harness = Harness(tokenizer, limits or Limits(max_model_len=context), toolset, parser)
+        self._client = EngineClient(serving, None)
+        self._work = Work(self.name, self._background, serving, self._client, harness, reward_config, settings)
+        self._work.begin()
+        if http:
+            sock = socket.create_server(("127.0.0.1", 0))  # listens from here on: nobody else can get its port
+            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+            self._background.start(serving.serve(sock))
+
+    # Prompts
+
+    def submit(self, request: PromptRequest) -> Future[GenerationResult]:
+        """A prompt's samples, past the queues. Cancelling the future drops them.
+
+        Raises `GenerationError` where the actor has failed or is closed. The future raises `ConfigError` for a prompt that asks for a tool or
+        a verifier that is not there, and what the engine raised where it cannot go on.
+        """
+        self._background.check()
+        return self._background.submit(self._work.submitted(request))
+
+    async def generate(self, request: PromptRequest) -> GenerationResult:
+        """`submit` for asyncio."""
+        return await asyncio.wrap_future(self.submit(request))
+
+    def cancel(self, prompt: PromptId) -> bool:
+        """Ends a prompt's samples now, with what they have and the finish reason `abort`. False where it is not under way."""
+        return self._control(self._work.cancel(prompt))
+
+    # What it is, and how it is
+
+    def ready(self) -> bool:
+        """Raises `GenerationError` where it has failed."""
+        self._background.check()
+        return True
+
+    def check_background_threads(self) -> None:
+        """Raises `GenerationError` where anything in the background has failed, its cause the error itself."""
+        self._background.check()
+
+    def status(self) -> ActorStatus:
+        return self._control(self._work.astatus())
+
+    def get_kv_cache_info(self) -> KVCacheInfo:
+        return self._started().kv_cache
+
+    def get_model_dims(self) -> ModelDims:
+        return self._started().dims
+
+    def reset_prefix_cache(self) -> bool:
+        """Whether it is empty now: what running requests use stays."""
+        return self._control(self._started().reset_prefix_cache())
+
+    # An instep engine: what a `WeightSync` calls, from a loop of its own
+
+    async def call(self, method: Method, payload: bytes) -> list[bytes]:
+        return await self._aside(lambda serving: serving.weights.call(method, payload))
+
+    async def pause(self, caches: CachePolicy) -> None:
+        await self._aside(lambda serving: self._pause(serving, caches))
+
+    async def resume(self) -> None:
+        await self._aside(self._resume)
+
+    async def label(self, version: str) -> None:
+        await self._aside(lambda serving: self._label(serving, version))
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        return await self._aside(lambda serving: serving.weights.score(token_ids))
+
+    async def refuse(self, reason: str | None) -> None:
+        """Turns that have not begun wait until it is mended; those under way end with `abort`."""
+        await self._aside(lambda serving: self._refuse(serving, reason))
+
+    async def _pause(self, serving: Serving, caches: CachePolicy) -> None:
+        if not self.inflight_updates:
+            await self._drain()
+        await serving.weights.pause(caches)
+
+    async def _drain(self) -> None:
+        """The engine runs meanwhile, and what runs can end: it is paused when it is empty."""
+        gate = self._client.gate
+        gate.close("update")
+        try:
+            async with asyncio.timeout(self.drain_timeout):
+                await gate.empty()
+        except TimeoutError:
+            left = gate.inside
+            gate.open("update")
+            raise EngineTimeout(
+                f"{self.name} did not end {left} turns within {self.drain_timeout:g} s",
+                next_step="it goes on with the weights it has: allow it more time, shorter turns, or inflight_updates=True",
+            ) from None
+        except BaseException:
+            gate.open("update")
+            raise
+
+    async def _resume(self, serving: Serving) -> None:
+        await serving.weights.resume()
+        self._client.gate.open("update")
+
+    async def _label(self, serving: Serving, version: str) -> None:
+        await serving.weights.label(version)
+        self._work.serves(version)
+
+    async def _refuse(self, serving: Serving, reason: str | None) -> None:
+        if reason is not None:
+            self._client.gate.close("dirty")
+        await serving.weights.refuse(reason)
+        if reason is None:
+            self._client.gate.open("dirty")
+
+    # The end
+
+    def stop(self, *, drain: bool = True, timeout: float = 60.0) -> list[PromptRequest]:
+        """Takes no more prompts, ends those under way, hands over their results, and ends the engine. May be repeated.
+
+        drain: let them end by themselves, no longer than `timeout` seconds.
+        Returns the prompts that were not answered, for whoever wants to give them to another actor.
+        """
+        if self._background.closed:
+            return []
+        left: list[PromptRequest] = []
+        if hasattr(self, "_work"):
+            if drain and self._background.failure is None:
+                with suppress(TimeoutError):
+                    self._background.run(self._work.drain(), timeout)
+            left = self._background.run(self._work.end(), CONTROL)
+        if self._serving is not None:
+            with suppress(TimeoutError):
+                self._background.run(self._serving.aclose(), CONTROL)
+        self._background.close(CONTROL)
+        return left
+
+    def _failed(self, error: BaseException) -> None:
+        if hasattr(self, "_work"):
+            self._work.failed()
+
+    def _started(self) -> Serving:
+        if self._serving is None or self._background.closed:
+            raise EngineLost(f"{self.name} is closed")
+        return self._serving
+
+    def _control(self, coroutine: Any) -> Any:
+        return self._background.run(coroutine, CONTROL)
+
+    async def _aside(self, call: Callable[[Serving], Awaitable[T]]) -> T:
+        serving = self._started()
+
+        async def run() -> T:
+            return await call(serving)
+
+        return await self._background.aside(run())

@@ -1,0 +1,246 @@
+"""What an actor does with prompts: takes them, has them answered and scored, hands the results over. Runs on the actor's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from instep.engine.serving import Serving
+from instep.errors import ConfigError, GenerationError
+from instep.generation.background import Background
+from instep.generation.client import EngineClient
+from instep.generation.manager import ActorStatus, ask
+from instep.generation.queues import Places, Port, Queue
+from instep.generation.rewards import RewardConfig
+from instep.generation.rollout import Harness, answer
+from instep.generation.statistics import lag
+from instep.generation.types import GenerationResult, PromptId, PromptRequest
+from instep.generation.waiting import bounded
+
+BEAT = 1.0
+"""Seconds between two looks at the engine, and reports to the manager."""
+ASKED = 0.1
+"""Seconds for which the manager's word holds."""
+ANSWER = 30.0
+"""Seconds in which the manager must answer."""
+ATTEMPTS = 5
+"""How often a prompt is answered before pushes are found to come too fast for it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    prompt_queue: Queue | None = None
+    results_queue: Queue | None = None
+    eval_results_queue: Queue | None = None
+    actor_manager: Any = None
+    max_staleness: int | None = None
+    max_samples: int | None = None
+    await_weights: bool = False
+
+
+@dataclass
+class Prompt:
+    """One that is under way."""
+
+    request: PromptRequest
+    task: asyncio.Task[Any]
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Work:
+    def __init__(
+        self,
+        name: str,
+        background: Background,
+        serving: Serving,
+        client: EngineClient,
+        harness: Harness,
+        rewards: RewardConfig | None,
+        settings: Settings,
+    ) -> None:
+        self.name, self.background, self.serving, self.client, self.harness = name, background, serving, client, harness
+        self.rewards, self.settings = rewards, settings
+        self.reward = rewards.build(harness.tokenizer) if rewards else None
+        limit = settings.max_samples or serving.kv_cache.samples
+        self.places = Places(limit)
+        self.held = Places(2 * limit)
+        """Of samples that came by the queue, until their result is handed over: what bounds the results that wait for a full queue."""
+        self.under_way: dict[PromptId, Prompt] = {}
+        self.unanswered: list[PromptRequest] = []
+        self.history: list[str] = []
+        """Versions in the order in which they were pushed."""
+        self.answered = self.tokens = self.stale = 0
+        self.stopping = asyncio.Event()
+        self.pulling = asyncio.Event()  # set while no prompt is between the queue and `under_way`
+        self.pulling.set()
+        self.asked, self.paused = -ASKED, False
+        self.inlet = Port(settings.prompt_queue, "prompts") if settings.prompt_queue else None
+        self.train = Port(settings.results_queue, "results") if settings.results_queue else None
+        self.eval = Port(settings.eval_results_queue, "eval-results") if settings.eval_results_queue else self.train
+
+    def begin(self) -> None:
+        self.background.start(self._watch())
+        if self.inlet is not None:
+            self.background.start(self._pull(self.inlet))
+
+    def serves(self, version: str) -> None:
+        self.client.version = version
+        if not self.history or self.history[-1] != version:
+            self.history.append(version)
+
+    async def submitted(self, request: PromptRequest) -> GenerationResult:
+        """A prompt that came by a call."""
+        self._check(request)
+        with_ = self._enter(request)
+        try:
+            return await self._answer(with_)
+        except asyncio.CancelledError:
+            self.background.check()  # cancelled because the actor failed: say so
+            raise
+        finally:
+            self.under_way.pop(request.id, None)
+
+    async def cancel(self, prompt: PromptId) -> bool:
+        found = self.under_way.get(prompt)
+        if found is not None:
+            found.aborted.set()
+        return found is not None
+
+    async def astatus(self) -> ActorStatus:
+        failure = self.background.failure
+        return ActorStatus(
+            name=self.name, version=self.client.version, prompts=len(self.under_way), samples=self.places.used, places=self.places.limit,
+            closed=sorted(self.client.gate.closed), answered=self.answered, tokens=self.tokens, stale=self.stale,
+            failure=failure and f"{type(failure).__name__}: {failure}",
+        )  # fmt: skip
+
+    async def drain(self) -> None:
+        """Takes nothing more, and waits until everything is answered and handed over."""
+        self.stopping.set()
+        await self.pulling.wait()
+        while going := {prompt.task for prompt in self.under_way.values() if not prompt.task.done()}:
+            await asyncio.wait(going)
+
+    async def end(self) -> list[PromptRequest]:
+        """Cancels what is under way. Returns the prompts without an answer."""
+        self.failed()
+        await self.pulling.wait()
+        await asyncio.gather(*(prompt.task for prompt in self.under_way.values()), return_exceptions=True)
+        left = [*self.unanswered, *(prompt.request for prompt in self.under_way.values())]
+        for port in (self.inlet, self.train, self.eval):
+            if port is not None:
+                port.close()
+        return left
+
+    def failed(self) -> None:
+        """Nothing more is begun, and nothing goes on."""
+        self.stopping.set()
+        for prompt in self.under_way.values():
+            prompt.task.cancel()
+
+    async def _watch(self) -> None:
+        """An engine that dies while nobody asks it anything is a failure too. The manager hears of it."""
+        while True:
+            try:
+                await self.serving.check()
+            except Exception as error:
+                self.background.fail(error)
+            if self.settings.actor_manager is not None:
+                await bounded(ask(self.settings.actor_manager, "report", await self.astatus()), ANSWER)
+            await asyncio.sleep(BEAT)
+
+    async def _pull(self, inlet: Port) -> None:
+        while not self.stopping.is_set():
+            if await self._must_not_take():
+                await asyncio.sleep(ASKED)
+                continue
+            for places in (self.held, self.places):
+                if not await self._unless_stopping(places.room()):
+                    return
+            self.pulling.clear()
+            try:
+                request = await inlet.get()
+                if request is not None:
+                    await self._begin(request)
+            finally:
+                self.pulling.set()
+
+    async def _begin(self, request: PromptRequest) -> None:
+        """A prompt that was taken while a pause began waits for its end."""
+        self.unanswered.append(request)
+        while not self.stopping.is_set() and await self._must_not_take():
+            await asyncio.sleep(ASKED)
+        if not self.stopping.is_set():
+            self._check(request)
+            self.unanswered.remove(request)
+            self.background.start(self._handle(request))
+            await asyncio.sleep(0)  # until it has asked for its places
+
+    async def _must_not_take(self) -> bool:
+        if self.settings.await_weights and not self.history:
+            return True
+        if self.settings.actor_manager is not None and time.monotonic() - self.asked >= ASKED:
+            self.paused = bool(await bounded(ask(self.settings.actor_manager, "should_stop"), ANSWER))
+            self.asked = time.monotonic()
+        return self.paused
+
+    async def _unless_stopping(self, waiting: Any) -> bool:
+        """Waits, and gives up where the actor stops."""
+        task, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+            stop.cancel()
+        return not self.stopping.is_set()
+
+    async def _handle(self, request: PromptRequest) -> None:
+        """A prompt that came by the queue."""
+        prompt = self._enter(request)
+        async with self.held.taken(request.sampling.n):
+            result = await self._answer(prompt)
+            port = self.train if request.id.split == "train" else self.eval
+            assert port is not None
+            await port.put(result)
+        self.under_way.pop(request.id)
+
+    async def _answer(self, prompt: Prompt) -> GenerationResult:
+        request = prompt.request
+        try:
+            for _ in range(ATTEMPTS):
+                async with self.places.taken(request.sampling.n):
+                    result = await answer(request, self.client, self.harness, prompt.aborted)
+                self.tokens += sum(sum(sample.mask) for sample in result.samples)
+                if prompt.aborted.is_set() or not self._too_old(result):
+                    break
+                self.stale += 1
+            else:
+                raise GenerationError(
+                    f"prompt {request.id} was too old {ATTEMPTS} times: pushes come faster than it is answered",
+                    next_step="raise max_staleness, push less often, or bound responses",
+                )
+        except Exception as error:  # the engine's: tools and verifiers do not get this far
+            self.background.fail(error)
+            raise
+        result = await self.reward(result) if self.reward else result
+        self.answered += 1
+        return result
+
+    def _too_old(self, result: GenerationResult) -> bool:
+        bound = self.settings.max_staleness
+        return bound is not None and any(lag(sample, self.history) > bound for sample in result.samples)
+
+    def _check(self, request: PromptRequest) -> None:
+        self.harness.check(request)
+        if self.rewards is not None:
+            self.rewards.check(request)
+        if request.id in self.under_way:
+            raise ConfigError(f"prompt {request.id} is under way already: a round of its own tells it from the same prompt at another time")
+
+    def _enter(self, request: PromptRequest) -> Prompt:
+        task = asyncio.current_task()
+        assert task is not None
+        prompt = self.under_way[request.id] = Prompt(request, task)
+        return prompt
