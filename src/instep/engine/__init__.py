@@ -1,6 +1,7 @@
 """Engines: what a push needs of something that generates.
 
     engine = connect(llm)                # vllm.LLM or AsyncLLM
+    engine = connect(handle)             # of a Ray actor that has these methods, as `generation.ray.LLMRayActor` does
     engine = connect(MemoryEngine(...))  # the public test double
     engine = connect(hf_model_engine)    # TransformersEngine, embedded
 
@@ -18,7 +19,7 @@ from instep.protocol import Method
 
 CachePolicy = Literal["reset", "keep"]
 
-ADAPTERS = ("instep.engine.vllm",)
+ADAPTERS = ("instep.engine.vllm", "instep.engine.actor_handle")
 """Modules with `adapt(obj) -> Engine | None`, asked in order for objects that are no engines themselves."""
 
 

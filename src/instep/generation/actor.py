@@ -132,8 +132,8 @@ class LLMActor:
     def submit(self, request: PromptRequest) -> Future[GenerationResult]:
         """A prompt's samples, past the queues. Cancelling the future drops them.
 
-        Raises `GenerationError` where the actor has failed or is closed. The future raises `ConfigError` for a prompt that asks for a tool or
-        a verifier that is not there, and what the engine raised where it cannot go on.
+        Raises `GenerationError` where the actor has failed or is closed. The future raises `ConfigError` for a prompt that asks for a tool
+        or a verifier that is not there, and what the engine raised where it cannot go on.
         """
         self._background.check()
         return self._background.submit(self._work.submitted(request))
@@ -251,7 +251,7 @@ class LLMActor:
         self._background.close(CONTROL)
         return left
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self) -> None:
         if hasattr(self, "_work"):
             self._work.failed()
 

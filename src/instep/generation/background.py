@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 class Background:
     """
-    on_failure: called on the loop with the first error that a task ends with.
+    on_failure: called on the loop when `failure` is set, once.
     """
 
-    def __init__(self, name: str, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
         self.name = name
         self.failure: BaseException | None = None
         self.closed = False
@@ -60,7 +60,7 @@ class Background:
         if self.failure is None and not self.closed:
             self.failure = error
             logger.error("%s has failed", self.name, exc_info=error)
-            self._on_failure(error)
+            self._on_failure()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """From any thread."""

@@ -170,8 +170,8 @@ class Work:
     async def _begin(self, request: PromptRequest) -> None:
         """A prompt that was taken while a pause began waits for its end."""
         self.unanswered.append(request)
-        while not self.stopping.is_set() and await self._must_not_take():
-            await asyncio.sleep(ASKED)
+        while not self.stopping.is_set() and await self._must_not_take():  # noqa: ASYNC110
+            await asyncio.sleep(ASKED)  # nobody tells
         if not self.stopping.is_set():
             self._check(request)
             self.unanswered.remove(request)
