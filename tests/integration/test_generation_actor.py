@@ -17,6 +17,7 @@ import pytest
 import torch
 from engines import ARGUMENTS, settings
 from models import PROMPTS, tiny
+from plain_tokens import Tokens, length
 
 from instep import WeightSync
 from instep.engine.vllm_serving import start_vllm
@@ -27,19 +28,6 @@ from instep.generation.types import GenerationResult, ToolCall, ToolRecord
 
 SOON = 120.0
 LENGTH = 60
-
-
-class Tokens:
-    """A tokenizer for a model without one: a token is its number."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        return " ".join(map(str, token_ids))
-
-    def apply_chat_template(self, *_: Any, **__: Any) -> str:
-        raise AssertionError("nobody asked for it")
 
 
 class OnceParser:
@@ -64,12 +52,6 @@ class Add:
     async def execute(self, first: str) -> str:
         await asyncio.sleep(0.01)
         return "7 8 9"
-
-
-async def length(answer: Any, value: Any) -> float:
-    if value == "break":
-        raise ValueError("no verdict")
-    return float(len(answer.text.split()))
 
 
 class Run:

@@ -15,7 +15,7 @@ FORCED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: a trainer divides by the temperature too
     "generation_config": "vllm",  # a model's own would change temperature and length of requests that do not say
 }
-DEFAULTS: dict[str, Any] = {"worker_extension_cls": EXTENSION, "disable_log_stats": True, "disable_cascade_attn": True}
+DEFAULTS: dict[str, Any] = {"worker_extension_cls": EXTENSION, "disable_log_stats": True}
 
 
 async def start_vllm(model: str, **arguments: Any) -> VllmServing:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -260,7 +260,7 @@ class LLMActor:
             raise EngineLost(f"{self.name} is closed")
         return self._serving
 
-    def _control(self, coroutine: Any) -> Any:
+    def _control(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._background.run(coroutine, CONTROL)
 
     async def _aside(self, call: Callable[[Serving], Awaitable[T]]) -> T:

@@ -41,9 +41,10 @@ class Port:
         async with self._turn:
             while True:
                 try:
-                    return await self._try(self.queue.put, item)
+                    await self._try(self.queue.put, item)
+                    return
                 except queue.Full:
-                    await asyncio.sleep(0)
+                    continue
 
     async def _try(self, attempt: Any, *arguments: Any) -> Any:
         trying = asyncio.get_running_loop().run_in_executor(self._thread, attempt, *arguments, True, PATIENCE)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -88,7 +88,7 @@ class LLMRayActor:
         return await asyncio.to_thread(self.actor.reset_prefix_cache)
 
     @ray.method(concurrency_group="control")
-    async def stop(self, drain: bool = True, timeout: float = 60.0) -> list[PromptRequest]:
+    async def stop(self, drain: bool = True, timeout: float = 60.0) -> list[PromptRequest]:  # noqa: ASYNC109
         return await asyncio.to_thread(self.actor.stop, drain=drain, timeout=timeout)
 
     @ray.method(concurrency_group="control")
@@ -160,7 +160,7 @@ def create_vllm_engines(
         "tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager, "tokenizer": tokenizer_name_or_path,
         "revision": revision, "enable_prefix_caching": enable_prefix_caching, "max_model_len": max_model_len,
         "gpu_memory_utilization": vllm_gpu_memory_utilization,
-        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",  # a Ray actor of its own for each worker is not needed
+        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",  # workers are processes of the actor's own
         **(engine_args or {}),
     }  # fmt: skip
     options |= {
@@ -168,10 +168,10 @@ def create_vllm_engines(
         "actor_manager": actor_manager, "start_timeout": timeout,
     }  # fmt: skip
     own = None
-    if pg is None and ray.cluster_resources().get("GPU", 0):
+    if pg is None and _resources("cluster").get("GPU", 0):
         own = pg = _group(num_engines, tensor_parallel_size, timeout)
     gpus = float(tensor_parallel_size) if own else 0.5 if gpus_per_engine is None else gpus_per_engine
-    kind = ray.remote(concurrency_groups=GROUPS)(LLMRayActor)
+    kind: Any = ray.remote(concurrency_groups=GROUPS)(LLMRayActor)  # type: ignore[call-overload]
     engines = []
     for index in range(num_engines):
         placed: dict[str, Any] = {"num_cpus": tensor_parallel_size}
@@ -190,22 +190,25 @@ def create_vllm_engines(
         if own is not None:
             remove_placement_group(own)
         if isinstance(error, ray.exceptions.GetTimeoutError):
-            raise EngineTimeout(f"{num_engines} engines were not ready within {timeout:g} s: the cluster has {_resources()}") from None
+            raise EngineTimeout(f"{num_engines} engines were not ready within {timeout:g} s: {_free()}") from None
         raise
     return engines
 
 
 def _group(num_engines: int, workers: int, timeout: float) -> PlacementGroup:
     """A bundle is on one node, so that an engine never spreads over nodes."""
-    group = placement_group([{"GPU": workers, "CPU": workers}] * num_engines, strategy="PACK")
+    group: PlacementGroup = placement_group([{"GPU": workers, "CPU": workers}] * num_engines, strategy="PACK")
     if not group.wait(timeout):
         remove_placement_group(group)
-        raise EngineTimeout(f"{num_engines} times {workers} GPUs were not to be had within {timeout:g} s: the cluster has {_resources()}")
+        raise EngineTimeout(f"{num_engines} times {workers} GPUs were not to be had within {timeout:g} s: {_free()}")
     return group
 
 
-def _resources() -> str:
-    available = ray.available_resources()
-    return ", ".join(
-        f"{available.get(kind, 0):g} of {total:g} {kind} free" for kind, total in ray.cluster_resources().items() if kind in ("CPU", "GPU")
-    )
+def _resources(which: Literal["cluster", "available"]) -> dict[str, float]:
+    found: dict[str, float] = getattr(ray, f"{which}_resources")()
+    return found
+
+
+def _free() -> str:
+    total, free = _resources("cluster"), _resources("available")
+    return "of the cluster are free " + ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))

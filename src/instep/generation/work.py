@@ -113,7 +113,7 @@ class Work:
         return ActorStatus(
             name=self.name, version=self.client.version, prompts=len(self.under_way), samples=self.places.used, places=self.places.limit,
             closed=sorted(self.client.gate.closed), answered=self.answered, tokens=self.tokens, stale=self.stale,
-            failure=failure and f"{type(failure).__name__}: {failure}",
+            failure=None if failure is None else f"{type(failure).__name__}: {failure}",
         )  # fmt: skip
 
     async def drain(self) -> None:
