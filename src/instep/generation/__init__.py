@@ -8,15 +8,22 @@
     result = await answer(request, client, harness, aborted)  # n samples side by side, in turns of the model and of its tools
     result = await reward(result)                             # after the engine's places were given back
 
-What an actor does around it. *Prefetch*: takes `sampling.n` places of its limit before `answer`, and gives them back before `reward`.
+An `LLMActor` does this with an engine of its own, and `instep.generation.ray` with a fleet of them:
+
+    actor = LLMActor(partial(start_vllm, "model"), prompt_queue=prompts, results_queue=results, reward_config=rewards)
+    sync = WeightSync(model, engines=[actor])
+
+What it does around `answer`. *Prefetch*: takes `sampling.n` places of its limit before `answer`, and gives them back before `reward`.
 *Pause and drain*: its `Client.complete` waits at a gate, so that a drain waits for turns under way and not for tools; the engine says in
 `Completion.versions` which weights sampled what. *Cancel*: setting `aborted` ends samples soon and keeps what they have; cancelling the
-task of `answer` drops them, and closes their environments. *Errors*: what a client raises comes out of `answer` and should end the run;
-what tools and verifiers do wrong is in the records, and ends nothing. *Staleness*: `statistics.lag(sample, history)`.
+task of `answer` drops them, and closes their environments. *Errors*: what a client raises comes out of `answer` and ends the run; what
+tools and verifiers do wrong is in the records, and ends nothing. *Staleness*: `statistics.lag(sample, history)`.
 """
 
+from instep.generation.actor import LLMActor
 from instep.generation.budget import Limits
 from instep.generation.http_tool import HttpTool
+from instep.generation.manager import ActorManager, ActorStatus
 from instep.generation.maths import Maths
 from instep.generation.parsers import ChatParser, TaggedParser, WholeTurnParser, vllm_parser
 from instep.generation.python_tool import PythonTool
@@ -38,6 +45,8 @@ from instep.generation.types import (
 from instep.generation.verifiers import Answer, CodeTests, ExactMatch, Format, Numeric, Verifier
 
 __all__ = [
+    "ActorManager",
+    "ActorStatus",
     "Answer",
     "ChatParser",
     "Client",
@@ -49,6 +58,7 @@ __all__ = [
     "GenerationResult",
     "Harness",
     "HttpTool",
+    "LLMActor",
     "Label",
     "Limits",
     "Maths",

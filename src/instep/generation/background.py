@@ -89,7 +89,8 @@ class Background:
         self._thread.join(timeout)
 
     async def _cancel(self) -> None:
-        tasks = list(self._tasks)
+        """Calls from other threads too: nobody waits for an answer from a loop that has stopped."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
