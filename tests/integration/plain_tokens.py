@@ -1,8 +1,10 @@
-"""A tokenizer for models without one, and a verifier. In a module of their own, which Ray's processes import."""
+"""A tokenizer for models without one, a verifier, and what a trainer makes of samples. Ray's processes import them from here."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 
 class Tokens:
@@ -23,3 +25,10 @@ async def length(answer: Any, value: Any) -> float:
     if value == "break":
         raise ValueError("no verdict")
     return float(len(answer.text.split()))
+
+
+def trainer_logprobs(model: Any, prompt: list[int], response: list[int], temperature: float) -> list[float]:
+    """Log-probabilities of the response's tokens."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()

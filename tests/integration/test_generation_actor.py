@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engines import ARGUMENTS, settings
 from models import PROMPTS, tiny
-from plain_tokens import Tokens, length
+from plain_tokens import Tokens, length, trainer_logprobs
 
 from instep import WeightSync
 from instep.engine.vllm_serving import start_vllm
@@ -98,12 +97,6 @@ def run(checkpoints: Callable[[str, int], Path]) -> Iterator[Run]:
     yield run
     run.sync.close()
     run.actor.stop(drain=False)
-
-
-def trainer_logprobs(model: Any, prompt: list[int], response: list[int], temperature: float) -> list[float]:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
 def test_prompts_come_back_scored_with_the_log_probabilities_that_the_trainer_computes(run: Run) -> None:
