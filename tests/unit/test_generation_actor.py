@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -79,6 +81,29 @@ def test_a_full_results_queue_stops_prompts_and_not_the_engine(fleet: Fleet) -> 
     names = [fleet.results.get(timeout=SOON).request.id.prompt for _ in range(40)]
     assert sorted(names) == sorted(str(index) for index in range(40))
     assert fleet.evals.get(timeout=SOON)
+
+
+def test_queues_that_are_false_while_empty_and_have_methods_for_asyncio_are_used(fleet: Fleet) -> None:
+    class RayLike:
+        """As `ray.util.queue.Queue`."""
+
+        def __init__(self) -> None:
+            self.items: queue.Queue[Any] = queue.Queue()
+
+        def __len__(self) -> int:
+            return self.items.qsize()
+
+        async def get_async(self, block: bool, timeout: float) -> Any:
+            await asyncio.sleep(0.01)
+            return self.items.get(block=False)
+
+        async def put_async(self, item: Any, block: bool, timeout: float) -> None:
+            self.items.put(item)
+
+    prompts, results = RayLike(), RayLike()
+    fleet.actor(FakeServing(), prompt_queue=prompts, results_queue=results)
+    prompts.items.put(fleet.ask("a"))
+    assert results.items.get(timeout=SOON).request.id.prompt == "a"
 
 
 def test_tools_are_called_and_a_broken_verifier_costs_its_sample_alone(fleet: Fleet) -> None:
@@ -209,7 +234,7 @@ def test_what_goes_wrong_at_the_start_is_raised_there() -> None:
         raise RuntimeError("no GPU")
 
     async def slow() -> Any:
-        await __import__("asyncio").sleep(3600)
+        await asyncio.sleep(3600)
 
     with pytest.raises(RuntimeError, match="no GPU"):
         LLMActor(broken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def test_a_drain_does_not_wait_for_tools(fleet: Fleet) -> None:
     async def works(text: str) -> str:
         started.set()
         while not go.is_set():
-            await __import__("asyncio").sleep(0.001)
+            await asyncio.sleep(0.001)
         return "end"
 
     def says(token_ids: list[int]) -> str:

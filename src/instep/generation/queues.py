@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -22,17 +22,17 @@ class Queue(Protocol):
 
 
 class Port:
-    """One end of a queue. A thread of its own waits for it, so that a queue which is full keeps nothing else waiting."""
+    """One end of a queue. What would block waits in a thread of its own, so that a queue which is full keeps nothing else waiting."""
 
     def __init__(self, queue: Queue, name: str) -> None:
-        self.queue = queue
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"instep-{name}")
+        self._get, self._put = self._attempt(queue, "get"), self._attempt(queue, "put")
         self._turn = asyncio.Lock()
 
     async def get(self) -> Any:
         """The next item; None where there is none yet."""
         try:
-            return await self._try(self.queue.get)
+            return await _to_its_end(self._get(True, PATIENCE))
         except queue.Empty:
             return None
 
@@ -41,23 +41,32 @@ class Port:
         async with self._turn:
             while True:
                 try:
-                    await self._try(self.queue.put, item)
+                    await _to_its_end(self._put(item, True, PATIENCE))
                     return
                 except queue.Full:
                     continue
 
-    async def _try(self, attempt: Any, *arguments: Any) -> Any:
-        trying = asyncio.get_running_loop().run_in_executor(self._thread, attempt, *arguments, True, PATIENCE)
-        try:
-            return await asyncio.shield(trying)
-        except asyncio.CancelledError:
-            await asyncio.wait({trying})  # what is in the queue then was handed over: it must not be given to somebody else too
-            if trying.exception() is not None:
-                raise
-            return trying.result()
+    def _attempt(self, queue: Queue, method: str) -> Callable[..., Awaitable[Any]]:
+        """Ray's queues have methods for asyncio, and Ray wants them used in an actor of async methods."""
+        for_asyncio: Callable[..., Awaitable[Any]] | None = getattr(queue, f"{method}_async", None)
+        if for_asyncio is not None:
+            return for_asyncio
+        return lambda *arguments: asyncio.get_running_loop().run_in_executor(self._thread, getattr(queue, method), *arguments)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
+
+
+async def _to_its_end(attempt: Awaitable[Any]) -> Any:
+    """Its result, also where the caller is cancelled: what is in the queue then was handed over, and must not be given to another too."""
+    trying = asyncio.ensure_future(attempt)
+    try:
+        return await asyncio.shield(trying)
+    except asyncio.CancelledError:
+        await asyncio.wait({trying})
+        if trying.exception() is not None:
+            raise
+        return trying.result()
 
 
 class Places:

@@ -76,9 +76,10 @@ class Work:
         self.pulling = asyncio.Event()  # set while no prompt is between the queue and `under_way`
         self.pulling.set()
         self.asked, self.paused = -ASKED, False
-        self.inlet = Port(settings.prompt_queue, "prompts") if settings.prompt_queue else None
-        self.train = Port(settings.results_queue, "results") if settings.results_queue else None
-        self.eval = Port(settings.eval_results_queue, "eval-results") if settings.eval_results_queue else self.train
+        # Compared with None: an empty queue of Ray's is false.
+        self.inlet = Port(settings.prompt_queue, "prompts") if settings.prompt_queue is not None else None
+        self.train = Port(settings.results_queue, "results") if settings.results_queue is not None else None
+        self.eval = Port(settings.eval_results_queue, "eval-results") if settings.eval_results_queue is not None else self.train
 
     def begin(self) -> None:
         self.background.start(self._watch())
