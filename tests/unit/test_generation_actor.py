@@ -93,11 +93,11 @@ def test_queues_that_are_false_while_empty_and_have_methods_for_asyncio_are_used
         def __len__(self) -> int:
             return self.items.qsize()
 
-        async def get_async(self, block: bool, timeout: float) -> Any:
+        async def get_async(self, block: bool, timeout: float) -> Any:  # noqa: ASYNC109
             await asyncio.sleep(0.01)
             return self.items.get(block=False)
 
-        async def put_async(self, item: Any, block: bool, timeout: float) -> None:
+        async def put_async(self, item: Any, block: bool, timeout: float) -> None:  # noqa: ASYNC109
             self.items.put(item)
 
     prompts, results = RayLike(), RayLike()

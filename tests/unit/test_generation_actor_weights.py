@@ -84,7 +84,7 @@ def test_a_drain_does_not_wait_for_tools(fleet: Fleet) -> None:
 
     async def works(text: str) -> str:
         started.set()
-        while not go.is_set():
+        while not go.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return "end"
 
