@@ -114,7 +114,7 @@ def test_bytes_that_change_on_the_way_are_refused(llm: Any, sync: WeightSync, re
 
     def corrupt(event: Event) -> None:
         if event.kind == "phase" and event.phase == "prepare":
-            segment = next(iter(sync._session.transport.shm.segments.values()))
+            segment = next(iter(sync._session.transport.candidates["shm"].segments.values()))
             segment.view[1000] ^= 1
 
     sync._session.sinks = [corrupt]
