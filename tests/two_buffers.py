@@ -24,3 +24,11 @@ def current(place: Path) -> Buffer:
 def filled(version: int) -> dict[str, torch.Tensor]:
     """Every element of every tensor says which version it is of."""
     return {f"layer.{index}.weight": torch.full((64, 64), float(version)) for index in range(20)}
+
+
+def write_until(place: Path, ended: Any) -> None:
+    """One version after the other, as fast as it goes. For a process of its own."""
+    version = 0
+    while not ended.is_set():
+        version += 1
+        put(place, filled(version), f"v{version}")

@@ -21,6 +21,8 @@ from instep.dropin.torchrl import VLLMDoubleBufferSyncScheme, VLLMWeightSyncSche
 from instep.dropin.torchrl.collective import free_port
 from instep.errors import ApplyError, EngineLost, EngineTimeout, SyncError, TransportError
 
+pytestmark = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
+
 FAMILY = "qwen3"
 CONFIG = {"master_port": free_port(), "token": "of-the-tests", "timeout": 120.0}
 METADATA = get_model_metadata(tiny(FAMILY, 1))

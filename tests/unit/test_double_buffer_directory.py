@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ def test_a_writer_that_dies_leaves_a_whole_version(place: Path, step: int, writt
         put(place, filled(version), f"v{version}")
     child = os.fork()
     if child == 0:
+        signal.alarm(60)
         left = [step]
 
         def die(_: str) -> None:

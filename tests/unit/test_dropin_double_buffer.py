@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dropin_pairs import LATER, NEW, OLD, holds
-from two_buffers import filled, put
 
 from instep import MemoryEngine
 from instep.dropin.torchrl import VLLMDoubleBufferSyncScheme
@@ -68,39 +64,6 @@ def test_trainer_and_engine_may_see_the_directory_under_different_paths(place: P
     engine = MemoryEngine(OLD)
     assert scheme.create_receiver(engine).poll_and_apply()
     assert holds(engine) == "new"
-
-
-def test_a_reader_beside_a_busy_writer_never_sees_a_mixture(place: Path) -> None:
-    """A process writes as fast as it can while this one loads into an engine: each load is one version, the one that it says."""
-    context = multiprocessing.get_context("fork")
-    put(place, filled(0), "v0")
-    ended = context.Event()
-    writer = context.Process(target=write_until, args=(place, ended))
-    writer.start()
-    engine = MemoryEngine(filled(-1))
-    receiver = VLLMDoubleBufferSyncScheme(str(place)).create_receiver(engine)
-    seen: list[int] = []
-    deadline = time.monotonic() + 60
-    try:
-        while len(seen) < 20 and time.monotonic() < deadline:
-            assert receiver.poll_and_apply(20)
-            (value,) = {float(value) for param in engine.hosts[0].model.parameters() for value in param.unique()}
-            assert receiver.version == engine.version == f"v{value:.0f}"
-            seen.append(int(value))
-    finally:
-        ended.set()
-        writer.join(30)
-    assert writer.exitcode == 0
-    assert seen == sorted(set(seen))
-    assert len(seen) == 20
-
-
-def write_until(place: Path, ended: Any) -> None:
-    version = 0
-    while not ended.is_set():
-        version += 1
-        put(place, filled(version), f"v{version}")
-    os._exit(0)
 
 
 @pytest.mark.parametrize("position", ["header", "middle", "end", "cut", "empty", "other"])

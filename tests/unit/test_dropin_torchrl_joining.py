@@ -85,6 +85,9 @@ def test_a_trainer_that_starts_again_finds_its_receivers() -> None:
     engine = MemoryEngine(OLD)
     with pair(NEW, [engine]) as (sender, (receiver,)):
         sender.update_weights()
+        assert receiver.poll_and_apply()
+        assert start(sender, [receiver], METADATA) == [None, None]
+        assert not receiver.poll_and_apply(0.01)
         sender.shutdown()
         again = receiver._scheme.create_sender()
         again.register_model(LATER)

@@ -53,7 +53,7 @@ def until(condition: Any) -> None:
 @pytest.mark.parametrize("point", ["hello", "trace", "prepare", "ready", "pause", "commit", "label", "resume", "refuse"])
 def test_it_goes_on_with_one_whole_version_under_its_label(segments: object, point: str, after: bool) -> None:
     engine = MemoryEngine(OLD)
-    sync, rpc, _ = trainer(engine, timeout=0.5)
+    sync, rpc, endpoint = trainer(engine, timeout=0.5)
     rpc.point, rpc.after = point, after
     try:
         sync.push("v1")
@@ -63,6 +63,7 @@ def test_it_goes_on_with_one_whole_version_under_its_label(segments: object, poi
     until(lambda: not engine.paused and engine.version == ("v1" if committed else None))
     assert HOLDS[engine.fingerprint()] == ("new" if committed else "old")
     assert engine.generate([1, 2], 3)
+    until(lambda: endpoint.version == engine.version)
     engine.receivers[0].prepared = None  # what the dead trainer had prepared stays its own until its lease ends: minutes
     with WeightSync(LATER, [RemoteEngine(LocalRpc(Endpoint(engine).answer))]) as another:
         another.push("v2")

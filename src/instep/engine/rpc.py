@@ -224,6 +224,7 @@ class Endpoint:
             reason = f"{reason}: {error}"
         else:
             if member.serving == "old":
+                self.version = member.version
                 logger.warning("%s: %s; it goes on with %s", self.engine.name, reason, member.version or "its own first weights")
                 return
         await member.condemn(reason)

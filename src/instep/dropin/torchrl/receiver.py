@@ -68,7 +68,7 @@ class VLLMWeightReceiver:
         timeout, engine = self._scheme.timeout, self._engine()
         if in_actors(engine):
             return  # which the trainer reaches without this process
-        self._joined = Future()
+        self._joined, self._seen = Future(), None
         self._announced, self._endpoint = described(model_metadata), Endpoint(connect(engine), timeout)
         door = self._door or self._scheme.create_transport()
         door.serve(self.aanswer)
