@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from faulty import FaultyExtension
 
-from instep.dropin import vllm_rlhf
+from instep.dropin import open_instruct, vllm_rlhf
 
 
 def free_port() -> int:
@@ -63,3 +63,11 @@ class FaultyRlhf(vllm_rlhf.WorkerExtension, vllm_rlhf.ColocateWorkerExtension, F
     def init_weight_update_group(self, *args: Any) -> Any:
         self.faulty_receiver()
         return super().init_weight_update_group(*args)
+
+
+class FaultyWrap(open_instruct.WorkerWrap, FaultyExtension):
+    """Open Instruct's, with `inject`."""
+
+    def init_process_group(self, *args: Any, **kwargs: Any) -> Any:
+        self.faulty_receiver()
+        return super().init_process_group(*args, **kwargs)

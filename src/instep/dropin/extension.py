@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from instep.dropin.communicator import DEADLINE, Communicator, dtype_of, join
+from instep.dropin.communicator import DEADLINE, Communicator, dtype_of
 from instep.dropin.peers import of_worker
 from instep.dropin.rounds import Rounds
 from instep.engine.vllm_worker import VllmHost, WorkerExtension
@@ -18,7 +18,8 @@ from instep.receiver.state import Receiver
 
 logger = logging.getLogger("instep")
 Status = dict[str, Any]
-"""What a worker method returns: `ok`, `error` (text or None), `rank`, `version` (what the worker serves now), `committed`."""
+"""What a worker method returns: `ok`, `error` (text or None), `rank`, `version` (what the worker serves now), `committed` (by this call),
+`dirty` (why the model must not run, or None)."""
 
 
 class RoundsExtension(WorkerExtension):
@@ -46,17 +47,17 @@ class RoundsExtension(WorkerExtension):
             return None
         raise VersionConflict(f"this engine did not serve {since!r}; it served {', '.join(history) or 'its first weights alone'}")
 
-    def instep_join(self, host: str, port: int, rank_offset: int, world_size: int, device: torch.device, timeout: float, key: str) -> None:
-        """Takes the worker's place in a group; a round that an earlier trainer left is forgotten."""
+    def instep_join(self, rank_offset: int, enter: Callable[[int], Communicator], timeout: float) -> None:
+        """Takes this worker's place in a group; a round that an earlier trainer left is forgotten. enter: joins with a rank."""
         rounds = rounds_of(self)
         rounds.begin()
+        rounds.peers.timeout = timeout
         leave(self)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        rank = rank_offset + getattr(parallel, "data_parallel_index", 0) * parallel.world_size + self.rank  # type: ignore[attr-defined]
-        vars(self)["model_update_group"] = join(host, int(port), rank, world_size, device, timeout, key)
-        rounds.peers.timeout = timeout
+        engine = getattr(parallel, "data_parallel_index", 0)
+        vars(self)["model_update_group"] = enter(rank_offset + engine * parallel.world_size + self.rank)  # type: ignore[attr-defined]
 
-    def instep_receive(self, rounds: Rounds, name: str, dtype: str, shape: Any, *, last: bool | None) -> WorkerReceipt | None:
+    def instep_receive(self, rounds: Rounds, name: str, dtype: str | torch.dtype, shape: Any, *, last: bool | None) -> WorkerReceipt | None:
         """One broadcast of the trainer. The worker takes part in it whatever is wrong with what was announced. last: see `Rounds.add`."""
         group: Communicator | None = vars(self).get("model_update_group")
         if group is None:
@@ -94,6 +95,7 @@ def answer(worker: Any, action: Callable[[Rounds], WorkerReceipt | None]) -> Sta
         "rank": worker.rank,
         "version": rounds.receiver.version,
         "committed": receipt is not None,
+        "dirty": rounds.together.dirty(),
     }
 
 

@@ -9,6 +9,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,16 @@ def rebuild_ipc(handle: Handle, device_id: int | None = None) -> torch.Tensor:
             f"the trainer's GPU memory cannot be opened from this worker: {error}",
             next_step="trainer and worker must be on one GPU, and in a container share its IPC namespace",
         ) from error
+    return tensor
+
+
+def rebuild_tensor(handle: Handle, dtype: torch.dtype, shape: tuple[int, ...], device_id: int | None) -> torch.Tensor:
+    """The tensor of a handle, which must be of this dtype and shape. A segment holds it from its first byte on."""
+    tensor = rebuild_ipc(handle, device_id)
+    if handle[0] == SEGMENT:
+        tensor = tensor[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+        raise PlanError(f"the handle is of a {dtype_name(tensor.dtype)} of shape {list(tensor.shape)}, announced was {dtype} {list(shape)}")
     return tensor
 
 

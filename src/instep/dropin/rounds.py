@@ -51,10 +51,10 @@ class Rounds:
         last: whether it ends the round; None where that is to be seen from whether the engine has all that it needs.
         digest: what the tensor's must be.
 
-        A name that comes a second time begins the next round. Raises `PlanError` where the one before was left incomplete, and once
-        anything was wrong with a round whatever that was, until its end.
+        A name that comes a second time begins the next round. Raises `PlanError` where the one before, which was to end by itself, was left
+        incomplete; and once anything was wrong with a round whatever that was, until its end.
         """
-        left = self._left_behind(name) if name in self.names else None
+        left = self._left_behind(name, ends=last is not None) if name in self.names else None
         self.names.add(name)
         self._try(lambda: self._keep(name, bring(), digest))
         if last or (last is None and self._try(self._complete)):
@@ -101,9 +101,10 @@ class Rounds:
             self.peers.tell(f"{self.number} failed", self.fault)
             self.stage.clear()
 
-    def _left_behind(self, name: str) -> PlanError | None:
-        """Begins a round with a name that came already. The error, unless the trainer has heard of one in the round that ends."""
-        heard, count = self.told or self.fault is not None, len(self.names)
+    def _left_behind(self, name: str, ends: bool) -> PlanError | None:
+        """Begins a round with a name that came already. The error, unless the trainer has heard of one in the round before. ends: the
+        trainer says when a round ends, and hears then what is missing."""
+        heard, count = ends or self.told or self.fault is not None, len(self.names)
         missing = (
             None
             if heard
@@ -112,6 +113,7 @@ class Rounds:
         self.begin()
         self.told = True
         if heard:
+            logger.warning("%s came a second time: the %d tensors before it are dropped, and it begins another round", name, count)
             return None
         return PlanError(
             f"{name} came a second time before its round was complete: {listed(missing or ['the rest'])} did not come. The {count} tensors "

@@ -193,9 +193,8 @@ class Together:
             return prove("the engine", metas, plans, cast=self.cast)
         except PlanError as error:
             missing = sorted(self.last.keys() - self.stage.metas.keys()) or lacking(plans)
-            if not missing:
-                raise
-            raise PlanError(f"the round is incomplete, {listed(missing)} did not come: {error.args[0]}", tensor=error.tensor) from error
+            text = f"the round is incomplete, {listed(missing)} did not come: {error.args[0]}" if missing else error.args[0]
+            raise PlanError(text, tensor=error.tensor, next_step="send all tensors of the checkpoint that the engine loads") from error
 
     def _trace(self, metas: list[TensorMeta]) -> WorkerPlan:
         return self._ask("trace", WorkerPlan, TraceRequest(metas, signature(metas)))

@@ -44,8 +44,11 @@ class WorkerExtension(RoundsExtension):
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, timeout: float = DEADLINE
     ) -> Status:
         """Joins the trainer's group, with rank `rank_offset` + this worker's rank."""
-        where = (master_address, master_port, rank_offset, world_size, self.device, timeout, "")  # type: ignore[attr-defined]
-        return answer(self, lambda _: self.instep_join(*where))
+
+        def enter(rank: int) -> Communicator:
+            return join(master_address, int(master_port), rank, world_size, self.device, timeout)  # type: ignore[attr-defined]
+
+        return answer(self, lambda _: self.instep_join(rank_offset, enter, timeout))
 
     def update_weight(self, name: str, dtype_name: str, shape: Any) -> Status:
         """Receives one tensor from rank 0. With the last that the engine needs, the new weights are in place."""

@@ -161,5 +161,10 @@ def _private_copy(module: nn.Module, own: dict[int, torch.Tensor]) -> Any:
 def _shallow_copy(module: nn.Module) -> nn.Module:
     """A module with the same tensors and children. Its containers are its own: peft notes in a layer's lists what it has merged."""
     twin: nn.Module = module.__new__(type(module))
-    twin.__dict__ = {name: value.copy() if isinstance(value, dict | list | set) else value for name, value in module.__dict__.items()}
+    twin.__dict__ = {name: value.copy() if isinstance(value, list | set | dict) else value for name, value in _plain(module).items()}
     return twin
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes. ZeRO-3 keeps parameters in a dict of its own kind, which cannot be copied."""
+    return {**module.__dict__, "_parameters": dict(module._parameters.items())}
