@@ -111,7 +111,10 @@ class Communicator:
         self.group.settle()
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+        """The caller's stream, or the current one of the group's device, whatever device is current in this thread."""
+        if stream is not None:
+            return torch.cuda.stream(stream)
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 def join(host: str, port: int, rank: int, world_size: int, device: torch.device, timeout: float, key: str = "") -> Communicator:
