@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads if "integration" in request.path.parts else 1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def own_log_level() -> Iterator[None]:
+    """Libraries that other tests use set the root logger's level, and what instep logs would not be seen."""
+    logger = logging.getLogger("instep")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

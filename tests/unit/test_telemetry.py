@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from toys import checkpoint
 
-from instep import MemoryEngine, WeightSync, telemetry
+from instep import MemoryEngine, WeightSync
 from instep.errors import DigestMismatch, EngineLost, PlanError
 from instep.telemetry import Event, progress_bar, prometheus
 
@@ -44,8 +44,7 @@ def test_the_end_of_a_push_that_failed() -> None:
     assert (events[-1].kind, events[-1].error) == ("failed", caught.value)
 
 
-def test_the_log_is_always_on(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry.logger, "disabled", False)  # import-linter, run in this process, disables loggers that exist
+def test_the_log_is_always_on(caplog: pytest.LogCaptureFixture) -> None:
     engine = MemoryEngine(START)
     with caplog.at_level(logging.INFO, "instep"), WeightSync(NEXT, [engine]) as sync:
         receipt = sync.push("v1")
@@ -118,13 +117,12 @@ def test_the_progress_bar_is_for_terminals(terminal: bool, monkeypatch: pytest.M
     assert capfd.readouterr().out == ""
 
 
-def test_a_sink_that_fails_does_not_end_the_push(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_fails_does_not_end_the_push(caplog: pytest.LogCaptureFixture) -> None:
     """Half way through a commit an engine would be left paused because of a broken dashboard."""
 
     def broken(event: Event) -> None:
         raise ValueError("the dashboard is down")
 
-    monkeypatch.setattr(telemetry.logger, "disabled", False)  # as above
     engine = MemoryEngine(START)
     with WeightSync(NEXT, [engine], sinks=[broken]) as sync:
         assert sync.push("v1").version == "v1"
