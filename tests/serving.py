@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,17 @@ from instep.generation import PromptId, Sampling
 from instep.generation.actor import LLMActor
 from instep.generation.types import PromptRequest
 
+SOON = 10.0
+"""Seconds within which anything must have happened."""
+
 Said = str | Exception | Callable[[list[int]], str]
+
+
+def wait(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def weights(seed: int = 1) -> dict[str, torch.Tensor]:

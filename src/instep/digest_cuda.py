@@ -13,7 +13,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from instep.digest import BLOCK_WORDS, MASK, inner_weights
+from instep.digest import BLOCK_WORDS, MASK, inner_weights, seed_of
+from instep.protocol import TensorMeta
 
 MOVING, READING = (1024, 4), (4096, 2)  # words and warps of a program: the fastest seen on H200, of 12 tried each
 
@@ -51,6 +52,13 @@ class Run:
     seed: int
     slot: int
     dtype: str
+
+
+def in_one(address: int, meta: TensorMeta, slot: int, *, start: int = 0, stop: int | None = None, target: int = 0) -> Run:
+    """The run of bytes `start` (a whole number of words) to `stop` of a tensor, which lie at `address` in one piece. target: where they are
+    moved to, an address. The bytes are padded to whole words."""
+    words = -(-((meta.nbytes if stop is None else stop) - start) // 8)
+    return Run(address, target, 1, words, words, words, start // 8, seed_of(meta), slot, meta.dtype)
 
 
 class Table:
@@ -107,7 +115,9 @@ def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
 
 @lru_cache(maxsize=16)
 def warm_up(device: torch.device) -> None:
-    """Compiles the kernels for a GPU: seconds that no engine should be paused for."""
+    """Compiles the kernels for a GPU: seconds that no engine should be paused for. On the CPU there is nothing to do."""
+    if device.type != "cuda":
+        return
     words = torch.zeros(2, dtype=torch.int64, device=device)
     run = Run(words.data_ptr(), words.data_ptr() + 8, 1, 1, 1, 1, 0, 0, 0, "bfloat16")
     for copy in (True, False):

@@ -13,3 +13,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; bench/gpu_session.sh runs these where there is one"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `save_pretrained` wrote of the tiny model with seed 2."""
+    from gpu_models import model
+
+    path = tmp_path_factory.mktemp("checkpoint")
+    model("tiny", 2, "cuda:0").save_pretrained(path)
+    return path

@@ -11,11 +11,12 @@ import torch
 
 from instep.bench import shapes
 from instep.bench.shapes import model
-from instep.bench.subjects import ENVIRONMENT, environment, greedy
+from instep.bench.subjects import ENVIRONMENT, PROMPTS, greedy
+from instep.transport.group import environment
 
 EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
 
-__all__ = ["EXTENSION", "folder", "greedy", "model", "start", "visible"]
+__all__ = ["EXTENSION", "PROMPTS", "folder", "greedy", "model", "start", "visible"]
 
 
 def folder(name: str) -> Path:

@@ -17,6 +17,8 @@ from instep.transport import broadcast
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
+TRANSPORTS: dict[Any, str] = {"nccl": "abcdefgh", "ipc": "ijklm"}
+"""With the versions that go over each."""
 MANY = broadcast.Way(256 << 10, "commit", on_gpu=True)
 """Buckets so small that the tiny model fills many."""
 
@@ -99,19 +101,13 @@ def test_qwen3_0_6b_in_buckets_of_the_real_size() -> None:
     weights = {name: param.detach() for name, param in shapes.model("qwen3-0.6b", 1, "cuda:0").named_parameters()}
     engine = FarEngine(weights, "cuda:1", name="large")
     try:
-        with WeightSync(weights, [engine], transport="nccl", timeout=30) as sync:
-            for version in "abcdefgh":
-                step(weights)
-                receipt = sync.push(version)
-            assert engine.holds(weights)
-            print(receipt)
-            print({name: round(1e3 * seconds, 1) for name, seconds in receipt.seconds.items()}, receipt.engines[0].apply)
-        with WeightSync(weights, [engine], transport="ipc", timeout=30) as sync:
-            for version in "ijklm":
-                step(weights)
-                receipt = sync.push(version)
-            assert engine.holds(weights)
-            print(receipt)
-            print({name: round(1e3 * seconds, 1) for name, seconds in receipt.seconds.items()}, receipt.engines[0].apply)
+        for transport, versions in TRANSPORTS.items():
+            with WeightSync(weights, [engine], transport=transport, timeout=30) as sync:
+                for version in versions:
+                    step(weights)
+                    receipt = sync.push(version)
+                assert engine.holds(weights)
+                print(receipt)
+                print({name: round(1e3 * seconds, 1) for name, seconds in receipt.seconds.items()}, receipt.engines[0].apply)
     finally:
         engine.stop()

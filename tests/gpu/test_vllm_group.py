@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import EXTENSION, folder, greedy, model, start, visible
+from gpu_models import EXTENSION, PROMPTS, folder, greedy, model, start, visible
 
 from instep import WeightSync
 from instep.errors import InstepError
 
-PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
 SECONDS = 30
 
 pytestmark = [
@@ -32,13 +31,6 @@ pytestmark = [
 def used(sync: WeightSync) -> str:
     assert sync._session.current is not None
     return sync._session.current.location.transport
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    model("tiny", 2, "cuda:0").save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

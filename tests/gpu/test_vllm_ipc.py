@@ -9,20 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import folder, greedy, model, start
+from gpu_models import PROMPTS, folder, greedy, model, start
 
 from instep import WeightSync
 
-PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    model("tiny", 2, "cuda:0").save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

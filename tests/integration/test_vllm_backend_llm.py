@@ -10,12 +10,11 @@ import pytest
 import torch
 from engines import greedy, versions
 from models import PROMPTS, tiny
+from phases import Weights, takes_over, update
 
 from instep import WeightSync
 from instep.engine.vllm_publisher import WeightPublisher
 from instep.transport.shm import directory
-
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +30,7 @@ def weights() -> Weights:
 @pytest.fixture
 def publisher(llm: Any, weights: Weights) -> WeightPublisher:
     """A new trainer, whose first version the engine serves; its weights are another version by then."""
-    publisher = WeightPublisher(weights, timeout=30)
-    llm.init_weight_transfer_engine({"init_info": publisher.init_info()})
-    update(llm, publisher, f"start-{id(publisher)}")
-    weights.update(tiny("llama", 3).state_dict())
-    return publisher
-
-
-def update(llm: Any, publisher: WeightPublisher, version: str) -> None:
-    llm.start_weight_update()
-    llm.update_weights({"update_info": publisher.update_info(version)})
-    llm.finish_weight_update(version)
-    llm.reset_prefix_cache()
+    return takes_over(llm, weights, "llama")
 
 
 def serves(llm: Any, reference: Callable[..., Any], seed: int) -> bool:

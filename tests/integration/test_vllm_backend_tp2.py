@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engines import Generated, greedy
 from models import PROMPTS, tiny
+from phases import Weights, takes_over, update
 
 from instep.engine.vllm_publisher import WeightPublisher
 from instep.protocol import Reply, Request, decode, encode
-
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +41,7 @@ def weights() -> Weights:
 @pytest.fixture
 def publisher(llm: Any, from_disk: Generated, weights: Weights) -> WeightPublisher:
     """The engine serves this trainer's first version, that of seed 2; its weights are those of seed 3 by then."""
-    publisher = WeightPublisher(weights, timeout=30)
-    llm.init_weight_transfer_engine({"init_info": publisher.init_info()})
-    update(llm, publisher, f"start-{id(publisher)}")
-    weights.update(tiny("qwen3", 3).state_dict())
-    return publisher
-
-
-def update(llm: Any, publisher: WeightPublisher, version: str) -> None:
-    llm.start_weight_update()
-    llm.update_weights({"update_info": publisher.update_info(version)})
-    llm.finish_weight_update(version)
+    return takes_over(llm, weights, "qwen3")
 
 
 def now(llm: Any) -> Generated:

@@ -15,9 +15,9 @@ from instep.bench import copies, memory, waits
 from instep.bench.__main__ import main
 from instep.bench.limits import MESSAGES, messages
 from instep.bench.shapes import SHAPES, ShapesName, check, config
-from instep.bench.subjects import environment
 from instep.bench.trainer import largest
 from instep.errors import ConfigError
+from instep.transport.group import environment
 
 
 def test_every_name_has_shapes() -> None:

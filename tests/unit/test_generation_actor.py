@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rollouts import Say, decode
-from serving import FakeServing, Fleet
+from serving import SOON, FakeServing, Fleet, wait
 
 from instep.errors import ConfigError, EngineLost, EngineTimeout, GenerationError
 from instep.generation import ExactMatch, Label, Limits, RewardConfig, TaggedParser
 from instep.generation.actor import LLMActor
 from instep.generation.manager import ActorManager
 
-SOON = 10.0
 LONG = "a" * 400
 
 
@@ -26,13 +25,6 @@ def fleet() -> Iterator[Fleet]:
     fleet = Fleet()
     yield fleet
     fleet.stop()
-
-
-def wait(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_prompts_of_a_queue_come_back_with_n_samples_rewards_and_versions(fleet: Fleet) -> None:

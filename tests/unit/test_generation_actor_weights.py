@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rollouts import Say
-from serving import FakeServing, Fleet, weights
+from serving import SOON, FakeServing, Fleet, wait, weights
 
 from instep import WeightSync
 from instep.errors import ApplyError, GenerationError, SyncError
 from instep.generation import TaggedParser
 from instep.generation.work import ATTEMPTS
-
-SOON = 10.0
 
 
 @pytest.fixture
@@ -26,13 +24,6 @@ def fleet(segments: Path) -> Iterator[Fleet]:
     fleet = Fleet()
     yield fleet
     fleet.stop()
-
-
-def wait(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def spans(result: Any) -> list[tuple[str, int, int]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import torch
 from instep.bench.trainer import Trainer, largest
 from instep.bench.worker import BenchWorker
 from instep.engine.memory import MemoryEngine
+from instep.transport.group import environment
 
 PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
 NEW_TOKENS = 12
@@ -146,18 +146,3 @@ def weight_transfer(backend: str) -> dict[str, Any]:
     start, and the other ways would be lost with it."""
     missing = backend == "ipc" and find_spec("ray") is None
     return {} if missing else {"weight_transfer_config": {"backend": backend}}
-
-
-@contextmanager
-def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """What processes that start within it inherit."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from instep.dropin.communicator import DEADLINE, Communicator, dtype_of
 from instep.dropin.peers import of_worker
 from instep.dropin.rounds import Rounds
-from instep.engine.vllm_worker import VllmHost, WorkerExtension
+from instep.engine.vllm_worker import WorkerExtension, receiver_for
 from instep.errors import EngineDirty, InstepError, PlanError, VersionConflict
 from instep.protocol import WorkerReceipt
-from instep.receiver.state import Receiver
 
-logger = logging.getLogger("instep")
 Status = dict[str, Any]
 """What a worker method returns: `ok`, `error` (text or None), `rank`, `version` (what the worker serves now), `committed` (by this call),
 `dirty` (why the model must not run, or None)."""
@@ -103,9 +100,7 @@ def rounds_of(worker: Any) -> Rounds:
     """The worker's rounds. From their first use on it refuses to run a model that holds parts of two versions."""
     held = vars(worker)
     if "instep_rounds" not in held:
-        receiver = held.setdefault("instep_receiver", None) or Receiver(VllmHost(worker))
-        held["instep_receiver"] = receiver
-        rounds = Rounds(receiver, of_worker(worker, DEADLINE), cast=worker.instep_cast)
+        rounds = Rounds(receiver_for(worker), of_worker(worker, DEADLINE), cast=worker.instep_cast)
         held["instep_rounds"] = rounds
         run = worker.execute_model
 

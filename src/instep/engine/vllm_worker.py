@@ -24,11 +24,7 @@ class WorkerExtension:
 
     def instep_call(self, method: str, payload: bytes) -> bytes:
         """One call of the receiver's protocol: an encoded `Request` in, an encoded `Reply` out. Never raises."""
-        receiver = self.__dict__.get("instep_receiver")
-        if receiver is None:
-            receiver = self.__dict__["instep_receiver"] = Receiver(VllmHost(self))
-        reply: bytes = receiver.handle(method, payload)
-        return reply
+        return receiver_for(self).handle(method, payload)
 
     def instep_status(self) -> dict[str, Any]:
         """What this worker serves and its last error, in plain JSON types: for people, and for vLLM's route `/collective_rpc`."""
@@ -41,6 +37,14 @@ class WorkerExtension:
             "prepared": identity.prepared,
             "last_error": identity.last_error,
         }
+
+
+def receiver_for(worker: Any) -> Receiver:
+    """The one of a vLLM worker, made when it is first asked for."""
+    if "instep_receiver" not in vars(worker):
+        vars(worker)["instep_receiver"] = Receiver(VllmHost(worker))
+    receiver: Receiver = vars(worker)["instep_receiver"]
+    return receiver
 
 
 class VllmHost:

@@ -149,9 +149,8 @@ class Applier:
 
     def _rebuild(self, layer: str, tensors: Tensors) -> None:
         def fill(params: Tensors) -> None:
-            for route in self.routes[layer]:
-                if route.tensor is not None and route.source is not None:
-                    view(params[route.param.rpartition(".")[2]], route.target).copy_(view(tensors[route.tensor], route.source))
+            named = {route.param: params[route.param.rpartition(".")[2]] for route in self.routes[layer]}
+            copy_regions(self.routes[layer], named, tensors)
 
         if layer in self.routes:
             self.host.rebuild(layer, fill)
@@ -180,6 +179,13 @@ class Zeros(Mapping[str, torch.Tensor]):
 def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """`region` of a contiguous tensor, without a copy."""
     return tensor.as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
+
+
+def copy_regions(routes: Iterable[Route], live: Tensors, tensors: Tensors) -> None:
+    """Makes the copies of `routes` into the parameters `live`. Constants are left out."""
+    for route in routes:
+        if route.tensor is not None and route.source is not None:
+            view(live[route.param], route.target).copy_(view(tensors[route.tensor], route.source))
 
 
 def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:

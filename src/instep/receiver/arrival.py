@@ -14,7 +14,7 @@ import torch
 
 from instep.errors import ApplyError, DigestMismatch
 from instep.protocol import Manifest, TensorMeta
-from instep.receiver.apply import Applier, Tensors, holds, view
+from instep.receiver.apply import Applier, Tensors, copy_regions, holds
 from instep.receiver.copies import Copies
 from instep.transport import Reader
 
@@ -51,9 +51,7 @@ class Seen:
         self.tensors = tensors
 
     def move(self, copies: Copies) -> Tensors:
-        for route in copies.routes:
-            if route.tensor is not None and route.source is not None:
-                view(copies.live[route.param], route.target).copy_(view(self.tensors[route.tensor], route.source))
+        copy_regions(copies.routes, copies.live, self.tensors)
         return self.tensors
 
     def prove(self, applier: Applier) -> Proof:
@@ -94,12 +92,18 @@ class Pulled:
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
         torch.cuda.synchronize(self.reader.device)
-        if self.copies is not None and not self.copies.stay(applier.host.model):
-            raise ApplyError("the engine's reload session moved weights that had been pulled already")
+        if self.copies is not None:
+            check_places(self.copies, applier)
         return Proof(len(self.parts.keys() | self.reader.sums.keys()), self.reader.sums, self.parts)
 
     def forget(self) -> None:
         """Nothing is held: tensors are made when they are asked for."""
+
+
+def check_places(copies: Copies, applier: Applier) -> None:
+    """Raises `ApplyError` where a layer that was written directly lies elsewhere by now."""
+    if not copies.stay(applier.host.model):
+        raise ApplyError("the engine's reload session moved weights that had been pulled already")
 
 
 def arrive(manifest: Manifest, reader: Reader) -> Any:

@@ -11,7 +11,7 @@ from instep.digest_cuda import Run, Table
 from instep.plan.region import rows_of
 from instep.plan.routes import apart, reads
 from instep.protocol import ITEM_BYTES, Route, TensorMeta
-from instep.receiver.apply import view
+from instep.receiver.apply import copy_regions
 from instep.receiver.copies import Copies
 from instep.transport.ipc import IpcReader
 
@@ -71,9 +71,7 @@ class Puller:
         self.table.launch()
         for name, routes in self.moves.odd.items():
             source = reader.tensor(metas[name])
-            for route in routes:
-                assert route.source is not None
-                view(self.copies.live[route.param], route.target).copy_(view(source, route.source))
+            copy_regions(routes, self.copies.live, {route.tensor: source for route in routes if route.tensor is not None})
         sums, _ = self.table.result()
         return {name: sums[slot] for name, slot in self.moves.parts.items()}
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from instep.digest import seed_of
-from instep.digest_cuda import Run, Table, added
-from instep.errors import ApplyError
+from instep.digest_cuda import Run, Table, added, in_one
 from instep.plan.buckets import cut, pieces
 from instep.protocol import Manifest, TensorMeta
-from instep.receiver.apply import Applier, view
-from instep.receiver.arrival import Proof
+from instep.receiver.apply import Applier, copy_regions
+from instep.receiver.arrival import Proof, check_places
 from instep.receiver.copies import Copies
 from instep.receiver.pull import moves
 
@@ -57,11 +55,7 @@ class Scatter:
         if index not in self.tables:
             low, base, slots = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
             moved = [part for run in self.moves.runs for part in cut_run(run, low, low + len(bucket), base)]
-            read = []
-            for piece in self.pieces[index]:
-                words = -(-(piece.stop - piece.start) // 8)
-                shape = (1, words, words, words, piece.start // 8, seed_of(piece.meta))
-                read.append(Run(base + piece.at, 0, *shape, self.slots[piece.meta.name], piece.meta.dtype))
+            read = [in_one(base + p.at, p.meta, self.slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
             runs = ((moved, True), (read, False))
             self.tables[index] = [Table(some, slots, bucket.device, copy=copy) for some, copy in runs if some]
         for table in self.tables[index]:
@@ -115,10 +109,7 @@ class Streamed:
                 aside.rooms[piece.meta.name][piece.start : piece.stop].copy_(here)
         self.reader.settle()
         for routes in scatter.moves.odd.values():
-            for route in routes:
-                assert route.tensor is not None
-                assert route.source is not None
-                view(copies.live[route.param], route.target).copy_(view(aside[route.tensor], route.source))
+            copy_regions(routes, copies.live, aside)
         self.wholes, self.parts = scatter.sums()
         self.copies = copies
         return aside
@@ -129,8 +120,7 @@ class Streamed:
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
         self.reader.settle()
-        if not self.copies.stay(applier.host.model):
-            raise ApplyError("the engine's reload session moved weights that had been written already")
+        check_places(self.copies, applier)
         return Proof(len(self.wholes | self.parts), self.wholes, self.parts)
 
     def forget(self) -> None:

@@ -156,8 +156,7 @@ class BroadcastTransport:
         try:
             with torch.no_grad(), self._on_device():
                 if self.group is None:
-                    if self.device.type == "cuda":
-                        warm_up(self.device)
+                    warm_up(self.device)
                     self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
                 if step == self.way.step:
                     self.sent.set_result(self._send(self.group))

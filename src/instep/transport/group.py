@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -234,7 +234,7 @@ def _nccl(store: Any, rank: int, size: int, _host: str, _timeout: float, device:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = NEVER
-    with _environment(QUIET), torch.cuda.device(device):
+    with environment(QUIET), torch.cuda.device(device):
         return ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -254,8 +254,8 @@ def address_towards(host: str) -> str:
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """For what torch reads from the environment alone, while a group is made."""
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables that hold within it, for what can be told through them alone."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

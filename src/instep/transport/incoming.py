@@ -88,14 +88,16 @@ class StreamReader:
     def __init__(self, manifest: Manifest, me: Me) -> None:
         self.location, self.me, self.device = manifest.location, me, torch.device(me.device)
         self.group: Group | None = None
+        self.parts: list[torch.Tensor] = []  # the room of each bucket
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         """Joins. Nothing arrives before the commit."""
-        if self.device.type == "cuda":
-            warm_up(self.device)
+        warm_up(self.device)
         self.group = join(self.location, self.me, self.device)
         if not self.group.rooms:
             self.group.rooms = [torch.empty(self.location.bucket, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        edges = enumerate(buckets(self.location.nbytes, self.location.bucket))
+        self.parts = [self.group.rooms[index % 2][: high - low] for index, (low, high) in edges]
         return {}
 
     def begin(self) -> None:
@@ -103,7 +105,7 @@ class StreamReader:
         assert self.group is not None
         self.group.begin(self.me.timeout)
         self.group.meet(self.location.sending)
-        self.under_way = receive(self.group, len(self._parts()), self._parts().__getitem__)
+        self.under_way = receive(self.group, len(self.parts), self.parts.__getitem__)
         self.first = next(self.under_way, None)
         self.group.settle()
 
@@ -111,16 +113,11 @@ class StreamReader:
         """Each bucket with its index, good until the next but one."""
         if self.first is not None:
             for index in chain([self.first], self.under_way):
-                yield index, self._parts()[index]
+                yield index, self.parts[index]
 
     def settle(self) -> None:
         assert self.group is not None
         self.group.settle()
-
-    def _parts(self) -> list[torch.Tensor]:
-        assert self.group is not None
-        edges = buckets(self.location.nbytes, self.location.bucket)
-        return [self.group.rooms[index % 2][: high - low] for index, (low, high) in enumerate(edges)]
 
     def close(self) -> bool:
         return True

@@ -16,7 +16,7 @@ import torch
 from msgspec import structs
 
 from instep.digest import MASK, seed_of
-from instep.digest_cuda import Run, Table
+from instep.digest_cuda import Table, in_one
 from instep.errors import SourceError, TransportError
 from instep.protocol import Identity, Location, Manifest, TensorMeta, encode
 from instep.transport import Me, Published, Pull, driver, elsewhere
@@ -143,10 +143,7 @@ class IpcTransport(Pull):
 
 def _table(shared: dict[str, torch.Tensor], metas: dict[str, TensorMeta], device: torch.device) -> Table:
     """Sums up each tensor in a slot of its own."""
-    runs = []
-    for slot, (name, tensor) in enumerate(shared.items()):
-        meta, words = metas[name], -(-metas[name].nbytes // 8)
-        runs.append(Run(tensor.data_ptr(), 0, 1, words, words, words, 0, seed_of(meta), slot, meta.dtype))
+    runs = [in_one(tensor.data_ptr(), metas[name], slot) for slot, (name, tensor) in enumerate(shared.items())]
     return Table(runs, len(runs), device, copy=False)
 
 
@@ -193,10 +190,9 @@ class IpcReader:
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         """A copy on the engine's own GPU, its digest taken on the way: for layers that are not copied directly."""
-        own, words = self.metas[meta.alias_of or meta.name], -(-meta.nbytes // 8)
-        room = torch.empty(words, dtype=torch.int64, device=self.device)
-        run = Run(self.address(own), room.data_ptr(), 1, words, words, words, 0, seed_of(own), 0, own.dtype)
-        table = Table([run], 1, self.device, copy=True)
+        own = self.metas[meta.alias_of or meta.name]
+        room = torch.empty(-(-meta.nbytes // 8), dtype=torch.int64, device=self.device)
+        table = Table([in_one(self.address(own), own, 0, target=room.data_ptr())], 1, self.device, copy=True)
         table.launch()
         self.sums[own.name] = table.result()[0][0]
         return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from instep.digest import BLOCK_BYTES, MASK, all_flags, all_sums, from_flags, from_sums, seed_of
-from instep.digest_cuda import Run, Table, added
+from instep.digest_cuda import Table, added, in_one
 from instep.plan.buckets import layout, pieces
 from instep.protocol import TensorMeta
 
@@ -58,11 +58,7 @@ class DeviceTally:
     def add(self, index: int, bucket: torch.Tensor) -> None:
         if index not in self.tables:
             base, slots = bucket.data_ptr(), {meta.name: slot for slot, meta in enumerate(self.own)}
-            runs = []
-            for piece in self.pieces[index]:
-                words, seed = -(-(piece.stop - piece.start) // 8), seed_of(piece.meta)
-                slot = slots[piece.meta.name]
-                runs.append(Run(base + piece.at, 0, 1, words, words, words, piece.start // 8, seed, slot, piece.meta.dtype))
+            runs = [in_one(base + p.at, p.meta, slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
             self.tables[index] = Table(runs, len(slots), bucket.device, copy=False)
         self.tables[index].launch()
 
