@@ -188,7 +188,7 @@ class ColocateWorkerExtension(RoundsExtension):
         socket: Any
         buffer: torch.Tensor | None = None
         rounds.begin()
-        rounds.peers.timeout = timeout
+        rounds.peers.timeout = min(timeout, DEADLINE)
         with zmq.Context.instance().socket(zmq.REP) as socket:
             socket.linger = 1000  # milliseconds, for the last answer to leave
             try:

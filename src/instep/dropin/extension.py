@@ -48,7 +48,7 @@ class RoundsExtension(WorkerExtension):
         """Takes this worker's place in a group; a round that an earlier trainer left is forgotten. enter: joins with a rank."""
         rounds = rounds_of(self)
         rounds.begin()
-        rounds.peers.timeout = timeout
+        rounds.peers.timeout = min(timeout, DEADLINE)  # they work on the same at the same time
         leave(self)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         engine = getattr(parallel, "data_parallel_index", 0)
@@ -78,21 +78,21 @@ def answer(worker: Any, action: Callable[[Rounds], WorkerReceipt | None]) -> Sta
     vLLM loses step with the replies of an engine's workers after one of several raises: so they never do, and what went wrong is in the
     status. An engine's only worker raises.
     """
-    rounds = rounds_of(worker)
     receipt, error = None, None
     try:
-        receipt = action(rounds)
+        receipt = action(rounds_of(worker))
     except Exception as failure:
-        if rounds.peers.size == 1:
+        if worker.vllm_config.parallel_config.world_size == 1:
             raise
         error = str(failure) if isinstance(failure, InstepError) else f"{type(failure).__name__}: {failure}"
+    rounds: Rounds | None = vars(worker).get("instep_rounds")
     return {
         "ok": error is None,
         "error": error,
         "rank": worker.rank,
-        "version": rounds.receiver.version,
+        "version": rounds.receiver.version if rounds else None,
         "committed": receipt is not None,
-        "dirty": rounds.together.dirty(),
+        "dirty": rounds.together.dirty() if rounds else None,
     }
 
 
