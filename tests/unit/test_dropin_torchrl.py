@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +13,9 @@ from toys import checkpoint
 
 from instep import MemoryEngine
 from instep.dropin.torchrl import VLLMWeightSyncScheme, get_model_metadata
-from instep.errors import ConfigError, EngineTimeout, InstepError, PlanError, SourceError, SyncError
+from instep.errors import ConfigError, PlanError, SourceError, SyncError
 
 pytestmark = [pytest.mark.usefixtures("segments"), pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")]
-
-POOL = ThreadPoolExecutor(4)
 
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
@@ -128,58 +123,6 @@ def test_engines_of_other_hosts_are_reached_over_gloo() -> None:
         assert holds(engine) == "new"
         sender.update_weights(LATER)
         assert holds(engine) == "later"
-
-
-@pytest.mark.parametrize(
-    ("point", "kind", "then"),
-    [
-        *((point, "error", "old") for point in ("hello", "trace", "prepare", "pause")),
-        *((point, "hang", "old") for point in ("hello", "trace", "prepare", "pause")),
-        ("commit", "hang", "old"),
-        ("label", "hang", "new"),
-        ("resume", "hang", "new"),
-        ("digest", "error", "old"),
-        ("tensor", "error", "dirty"),
-    ],
-)
-def test_a_failure_at_each_step_is_bounded_told_and_healed_by_the_next_update(point: Any, kind: Any, then: str) -> None:
-    """Of an engine behind TCP. An engine that hangs is behind a request that never ends: the trainer's deadline ends the wait."""
-    engine = MemoryEngine(OLD)
-    with pair(NEW, [engine], timeout=0.5 if kind == "hang" else 20.0) as (sender, (receiver,)):
-        engine.inject(point, kind)
-        started = time.monotonic()
-        with pytest.raises(SyncError) as caught:
-            sender.update_weights()
-        assert time.monotonic() - started < 20
-        (state,) = caught.value.engines
-        assert isinstance(caught.value, EngineTimeout) or kind == "error"
-        assert state.serving in {"old": ("old", "unknown"), "new": ("unknown",), "dirty": ("dirty",)}[then]
-        if then == "dirty":
-            with pytest.raises(InstepError, match="refuses to generate"):
-                engine.generate([1], 1)
-        else:
-            assert holds(engine) == then
-        sender.update_weights(LATER)
-        assert holds(engine) == "later"
-        assert engine.generate([1], 1)
-        assert receiver.poll_and_apply()
-
-
-def test_a_trainer_that_dies_with_the_engine_paused_leaves_it_running() -> None:
-    class Witness(MemoryEngine):
-        async def pause(self, caches: Any) -> None:
-            await super().pause(caches)
-            assert sender._listener is not None
-            await asyncio.to_thread(sender._listener.close)  # as the system does with the connections of a process that was killed
-
-    engine = Witness(OLD)
-    with pair(NEW, [engine]) as (sender, _):
-        with pytest.raises(SyncError):
-            sender.update_weights()
-        deadline = time.monotonic() + 20
-        while engine.paused and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert (engine.paused, engine.refusal, holds(engine)) == (False, None, "old")
 
 
 def test_collectors_count_updates_and_their_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:

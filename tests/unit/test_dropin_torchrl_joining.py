@@ -48,8 +48,8 @@ def test_each_side_waits_no_longer_than_its_timeout() -> None:
 
 
 def test_schemes_that_do_not_share_a_token_do_not_meet() -> None:
-    one = VLLMWeightSyncScheme(timeout=0.5)
-    two = VLLMWeightSyncScheme(timeout=0.5, master_port=one.master_port)
+    one = VLLMWeightSyncScheme(timeout=4)
+    two = VLLMWeightSyncScheme(timeout=1, master_port=one.master_port)
     first, second = start(one.create_sender(), [two.create_receiver(MemoryEngine(OLD))], METADATA)
     assert isinstance(first, TransportError)
     assert isinstance(second, TransportError)

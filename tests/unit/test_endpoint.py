@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
+from instep.engine import rpc
 from instep.engine.rpc import GONE, Endpoint, LocalRpc, Outcome, RemoteEngine
 from instep.errors import EngineDirty, EngineLost, EngineTimeout, SyncError
 from instep.protocol import decode, encode
@@ -36,90 +39,123 @@ class CutRpc(LocalRpc):
         return answer
 
 
-def trainer(engine: MemoryEngine, timeout: float) -> tuple[WeightSync, CutRpc, Endpoint]:
-    endpoint = Endpoint(engine, timeout)
+def trainer(engine: MemoryEngine) -> tuple[WeightSync, CutRpc, Endpoint]:
+    endpoint = Endpoint(engine, timeout=1000)
     rpc = CutRpc(endpoint.answer)
     return WeightSync(NEW, [RemoteEngine(rpc)]), rpc, endpoint
 
 
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+class Clock:
+    """Timers whose time has come when a test says so: a busy machine must not be taken for a trainer that went away."""
+
+    def __init__(self) -> None:
+        self.running: list[Clock.Timer] = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, clock: Clock, seconds: float, action: Callable[[], None]) -> None:
+            self.clock, self.seconds, self.action = clock, seconds, action
+
+        def start(self) -> None:
+            self.clock.running.append(self)
+
+        def cancel(self) -> None:
+            if self in self.clock.running:
+                self.clock.running.remove(self)
+
+    def timer(self, seconds: float, action: Callable[[], None]) -> Timer:
+        return self.Timer(self, seconds, action)
+
+    def expire(self) -> list[float]:
+        """The time of every timer comes. Returns what they had been set to."""
+        expired, self.running = self.running, []
+        for timer in expired:
+            timer.action()
+        return [timer.seconds for timer in expired]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, segments: object) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rpc, "threading", SimpleNamespace(Timer=clock.timer, Lock=threading.Lock))
+    return clock
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("point", ["hello", "trace", "prepare", "ready", "pause", "commit", "label", "resume", "refuse"])
-def test_it_goes_on_with_one_whole_version_under_its_label(segments: object, point: str, after: bool) -> None:
+def test_it_goes_on_with_one_whole_version_under_its_label(clock: Clock, point: str, after: bool) -> None:
     engine = MemoryEngine(OLD)
-    sync, rpc, endpoint = trainer(engine, timeout=0.5)
-    rpc.point, rpc.after = point, after
+    sync, way, endpoint = trainer(engine)
+    way.point, way.after = point, after
     try:
         sync.push("v1")
     except SyncError:
         assert (point, after) != ("refuse", True)
+    left_paused = point in ("commit", "label") or (point, after) in (("pause", True), ("resume", False))
+    assert engine.paused == left_paused
+    assert clock.expire() == [1000] * left_paused
     committed = point in ("label", "resume", "refuse") or (point, after) == ("commit", True)
-    until(lambda: not engine.paused and engine.version == ("v1" if committed else None))
+    assert (engine.paused, engine.version) == (False, "v1" if committed else None)
+    assert endpoint.version == engine.version
     assert HOLDS[engine.fingerprint()] == ("new" if committed else "old")
     assert engine.generate([1, 2], 3)
-    until(lambda: endpoint.version == engine.version)
     engine.receivers[0].prepared = None  # what the dead trainer had prepared stays its own until its lease ends: minutes
     with WeightSync(LATER, [RemoteEngine(LocalRpc(Endpoint(engine).answer))]) as another:
         another.push("v2")
     assert (HOLDS[engine.fingerprint()], engine.version) == ("later", "v2")
 
 
-def test_one_that_holds_no_whole_version_refuses(segments: object) -> None:
+def test_one_that_holds_no_whole_version_refuses(clock: Clock) -> None:
     engine = MemoryEngine(OLD)
     engine.inject("tensor", tensor=3)
-    sync, rpc, _ = trainer(engine, timeout=0.5)
-    rpc.point, rpc.after = "commit", True
+    sync, way, _ = trainer(engine)
+    way.point, way.after = "commit", True
     with pytest.raises(SyncError):
         sync.push("v1")
-    until(lambda: engine.refusal is not None)
+    clock.expire()
     with pytest.raises(EngineDirty, match="its trainer went away in the middle of a push"):
         engine.generate([1], 1)
 
 
-def test_a_connection_that_breaks_is_not_waited_for(segments: object) -> None:
+def test_a_connection_that_breaks_is_not_waited_for(clock: Clock) -> None:
     engine = MemoryEngine(OLD)
-    sync, rpc, endpoint = trainer(engine, timeout=1000)
-    rpc.point, rpc.after = "pause", True
+    sync, way, endpoint = trainer(engine)
+    way.point, way.after = "pause", True
     with pytest.raises(SyncError):
         sync.push("v1")
-    assert engine.paused
     asyncio.run(endpoint.answer(GONE, b""))
-    until(lambda: not engine.paused)
+    assert (clock.expire(), engine.paused) == ([0], False)
 
 
-def test_what_a_trainer_had_prepared_keeps_nobody_away_when_its_connection_breaks(segments: object) -> None:
+def test_what_a_trainer_had_prepared_keeps_nobody_away_when_its_connection_breaks(clock: Clock) -> None:
     engine = MemoryEngine(OLD)
-    sync, rpc, endpoint = trainer(engine, timeout=1000)
-    rpc.point, rpc.after = "prepare", True
+    sync, way, endpoint = trainer(engine)
+    way.point, way.after = "prepare", True
     with pytest.raises(SyncError):
         sync.push("v1")
     assert engine.receivers[0].prepared is not None
     asyncio.run(endpoint.answer(GONE, b""))
-    until(lambda: engine.receivers[0].prepared is None)
+    assert clock.expire() == [0]
+    assert engine.receivers[0].prepared is None
     with WeightSync(LATER, [RemoteEngine(LocalRpc(endpoint.answer))]) as another:
         another.push("v2")
     assert HOLDS[engine.fingerprint()] == "later"
 
 
-def test_a_trainer_that_was_away_too_long_cannot_commit_into_a_running_engine(segments: object) -> None:
+def test_a_trainer_that_was_away_too_long_cannot_commit_into_a_running_engine(clock: Clock) -> None:
     """It stopped between pause and commit, the engine went on, and computes with the old weights now."""
     engine = MemoryEngine(OLD)
-    endpoint = Endpoint(engine, timeout=0.5)
+    endpoint = Endpoint(engine, timeout=7)
 
     class Stopped(LocalRpc):
         async def call(self, method: str, payload: bytes) -> bytes:
             if method == "call" and msgspec.msgpack.decode(payload)[0] == "commit":
-                until(lambda: not engine.paused)
+                assert await asyncio.to_thread(clock.expire) == [7]
             return await super().call(method, payload)
 
     with WeightSync(NEW, [RemoteEngine(Stopped(endpoint.answer))]) as sync:
-        with pytest.raises(SyncError, match=r"left paused for more than 0\.5 s") as caught:
+        with pytest.raises(SyncError, match=r"left paused for more than 7 s") as caught:
             sync.push("v1")
         assert isinstance(caught.value, EngineTimeout)
         assert [(state.serving, state.version) for state in caught.value.engines] == [("old", None)]
@@ -127,25 +163,38 @@ def test_a_trainer_that_was_away_too_long_cannot_commit_into_a_running_engine(se
     assert engine.generate([1], 1)
 
 
-def test_a_request_is_given_up_when_the_trainer_has_given_it_up(segments: object) -> None:
+def test_a_request_is_given_up_when_the_trainer_has_given_it_up(clock: Clock) -> None:
     """Where the way to the engine has places for so many requests, as a Ray actor has, those that hang must not fill them."""
     engine = MemoryEngine(OLD)
-    with WeightSync(NEW, [RemoteEngine(LocalRpc((endpoint := Endpoint(engine, timeout=0.1)).answer))], timeout=20) as sync:
+    endpoint = Endpoint(engine, timeout=0.1)
+    with WeightSync(NEW, [RemoteEngine(LocalRpc(endpoint.answer))]) as sync:
         engine.inject("commit", "hang")
         with pytest.raises(EngineTimeout, match="did not answer commit"):
             sync.push("v1")
         assert (endpoint.running, engine.refusal is not None) == (0, True)  # a commit that is late may still come
+        endpoint.timeout = 60
         sync.push("v2")
     assert (HOLDS[engine.fingerprint()], engine.refusal) == ("new", None)
 
 
-def test_a_trainer_that_answers_is_not_interrupted(segments: object) -> None:
+def test_a_trainer_that_answers_is_not_interrupted(clock: Clock) -> None:
     engine = MemoryEngine(OLD)
-    sync, _, endpoint = trainer(engine, timeout=0.5)
+    sync, _, endpoint = trainer(engine)
     for version in ("v1", "v2", "v3"):
         sync.push(version)
-    time.sleep(1)
+        assert clock.running == []
     assert (endpoint.version, engine.version, engine.calls.count("abort")) == ("v3", "v3", 0)
+
+
+def test_time_passes() -> None:
+    """With the timers that there really are."""
+    engine = MemoryEngine(OLD)
+    endpoint = Endpoint(engine, timeout=0.05)
+    asyncio.run(endpoint.answer("pause", encode(("reset",))))
+    deadline = time.monotonic() + 20
+    while engine.paused:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @given(
