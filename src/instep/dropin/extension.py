@@ -10,8 +10,9 @@ import torch
 from instep.dropin.communicator import DEADLINE, Communicator, dtype_of
 from instep.dropin.peers import of_worker
 from instep.dropin.rounds import Rounds
+from instep.engine.vllm_guard import refuse_while
 from instep.engine.vllm_worker import WorkerExtension, receiver_for
-from instep.errors import EngineDirty, InstepError, PlanError, VersionConflict
+from instep.errors import InstepError, PlanError, VersionConflict
 from instep.protocol import WorkerReceipt
 
 Status = dict[str, Any]
@@ -102,14 +103,7 @@ def rounds_of(worker: Any) -> Rounds:
     if "instep_rounds" not in held:
         rounds = Rounds(receiver_for(worker), of_worker(worker, DEADLINE), cast=worker.instep_cast)
         held["instep_rounds"] = rounds
-        run = worker.execute_model
-
-        def execute_model(*args: Any, **kwargs: Any) -> Any:
-            if (reason := rounds.together.dirty()) is not None:
-                raise EngineDirty(f"this worker holds parts of two versions: {reason}", next_step="restart the engine")
-            return run(*args, **kwargs)
-
-        held["execute_model"] = execute_model
+        refuse_while(worker, rounds.together.dirty)
     found: Rounds = held["instep_rounds"]
     return found
 

@@ -110,8 +110,8 @@ class Together:
 
     def dirty(self) -> str | None:
         """Why the model must not run, or None."""
-        if self.receiver.state == "dirty":
-            return self.receiver.last_error
+        if (reason := self.receiver.dirty()) is not None:
+            return reason
         return self.halved[1] if self.halved and self.halved[0] == self.receiver.version else None
 
     def look(self, stage: Stage) -> WorkerPlan:

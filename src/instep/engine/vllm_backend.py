@@ -42,9 +42,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from instep.config import Config
 from instep.engine.fleet import Member
+from instep.engine.vllm_guard import refuse_while
 from instep.engine.vllm_peers import Peers, receiver_of
 from instep.engine.vllm_worker import WorkerExtension
-from instep.errors import ConfigError, EngineDirty, SyncError, VersionConflict
+from instep.errors import ConfigError, SyncError, VersionConflict
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, Request, decode, encode
 
@@ -83,7 +84,7 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         super().__init__(config, vllm_config, device, model)
         self.worker = _worker_that_calls()
         _answer_to_instep(self.worker)
-        _refuse_while_dirty(self.worker)
+        refuse_while(self.worker, self._dirty)
         parallel = vllm_config.parallel_config
         every_worker_has_its_own_caller = parallel.distributed_executor_backend == "external_launcher"
         self.speaks = every_worker_has_its_own_caller or self.worker.rank == parallel.world_size - 1
@@ -153,6 +154,10 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
                 asyncio.run(self.member.condemn(elsewhere))
             raise SyncError(f"{self.peers.name}: {elsewhere}")
 
+    def _dirty(self) -> str | None:
+        receiver = receiver_of(self.worker)
+        return receiver.dirty() if receiver is not None else None
+
     def _unstage(self) -> None:
         self.staged = None
         if receiver_of(self.worker) is not None:
@@ -209,24 +214,3 @@ def _answer_to_instep(worker: Any) -> None:
     for call in (WorkerExtension.instep_call, WorkerExtension.instep_status):
         if not hasattr(worker, call.__name__):
             setattr(worker, call.__name__, MethodType(call, worker))
-
-
-def _refuse_while_dirty(worker: Any) -> None:
-    """Steps without tokens go on: with one of these vLLM tells its workers which requests have ended, also of a paused engine."""
-
-    def check() -> None:
-        receiver = receiver_of(worker)
-        if receiver is not None and receiver.state == "dirty":
-            raise EngineDirty(f"rank {worker.rank} holds parts of two versions and refuses to run: {receiver.last_error}")
-
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if scheduler_output.total_num_scheduled_tokens:
-            check()
-        return run(scheduler_output, *args, **kwargs)
-
-    def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
-        check()
-        return run_dummy(*args, **kwargs)
-
-    run, run_dummy = worker.execute_model, worker.execute_dummy_batch
-    worker.execute_model, worker.execute_dummy_batch = execute_model, execute_dummy_batch

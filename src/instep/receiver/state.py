@@ -103,6 +103,10 @@ class Receiver:
             self.last_error = f"{method}: {text}"
         return encode(Reply(seq, self.host.rank, self.state, self.version, fault, raw(body)))
 
+    def dirty(self) -> str | None:
+        """Why the model must not run, or None."""
+        return (self.last_error or "its last commit did not end") if self.state == "dirty" else None
+
     def status(self, _: Request) -> Identity:
         prepared = self.prepared
         return Identity(

@@ -1,0 +1,32 @@
+"""A vLLM worker that holds parts of two versions does not run its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from instep.errors import EngineDirty
+
+
+def refuse_while(worker: Any, dirty: Callable[[], str | None]) -> None:
+    """From now on a step of the worker raises `EngineDirty` while `dirty` gives a reason. That ends the engine: better than tokens of
+    two versions.
+
+    Steps without tokens go on: with one of these vLLM tells its workers which requests have ended, also of a paused engine.
+    """
+
+    def check() -> None:
+        if (reason := dirty()) is not None:
+            raise EngineDirty(f"rank {worker.rank} holds parts of two versions and refuses to run: {reason}")
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            check()
+        return run(scheduler_output, *args, **kwargs)
+
+    def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return run_dummy(*args, **kwargs)
+
+    run, run_dummy = worker.execute_model, worker.execute_dummy_batch
+    worker.execute_model, worker.execute_dummy_batch = execute_model, execute_dummy_batch
