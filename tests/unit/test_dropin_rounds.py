@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from call_by_call import fill, serves, weights
 from torch.distributed import HashStore
 from toys import Checkpoint, ToyHost, attention
 
+from instep.dropin.extension import RoundsExtension
 from instep.dropin.peers import Peers
 from instep.dropin.rounds import Rounds
 from instep.engine.memory import MemoryEngine
-from instep.errors import ApplyError, DigestMismatch, InstepError, PlanError, TransportError
+from instep.errors import ApplyError, DigestMismatch, InstepError, PlanError, TransportError, VersionConflict
 from instep.receiver.state import Receiver
 
 
@@ -158,6 +161,23 @@ class TestRoundsThatEndByThemselves:
         with pytest.raises(PlanError, match=r"c\.weight"):
             send(rounds, {"c.weight": torch.ones(3), **weights(1.0)}, last=None)
         assert serves(host, 0.0)
+
+
+def test_whether_weights_changed_is_told_by_digests_that_are_known(rounds: Rounds) -> None:
+    worker: Any = SimpleNamespace(instep_rounds=rounds)
+    changed = partial(RoundsExtension.check_weights_changed, worker)
+    rounds.receiver.history.update({"one": "a", "two": "b", "one again": "a", "live": None})
+    for now, answers in {"one": (False, True, False), "two": (True, False, True), "one again": (False, True, False)}.items():
+        rounds.receiver.version = now
+        assert (changed(since="one"), changed(since="two"), changed(since="one again")) == answers
+        with pytest.raises(VersionConflict, match="only the trainer knows the digests of 'live'"):
+            changed(since="live")
+    rounds.receiver.version = "live"
+    assert changed(since="live") is False
+    with pytest.raises(VersionConflict, match="only the trainer knows the digests of 'one' and 'live'"):
+        changed(since="one")
+    with pytest.raises(VersionConflict, match="did not serve 'three'; it served one, two, one again, live"):
+        changed(since="three")
 
 
 def skipping(load: Callable[[Any], None]) -> Callable[[Any], None]:

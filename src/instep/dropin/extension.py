@@ -33,16 +33,20 @@ class RoundsExtension(WorkerExtension):
         """Without `since`: whether every parameter is near zero, which the examples call so because their trainer sends zeros.
 
         since: a version that this engine served; whether its weights have another digest now. Raises `VersionConflict` for one that it
-        did not serve; one worker of several does not raise, and returns None.
+        did not serve, or whose digest only the trainer knows; one worker of several does not raise, and returns None.
         """
         rounds = rounds_of(self)
         if since is None:
             return all(torch.allclose(param, torch.zeros_like(param)) for param in rounds.receiver.host.model.parameters())
-        history = rounds.receiver.history
-        if since in history:
-            return rounds.receiver.version is not None and history[since] != history[rounds.receiver.version]
+        history, now = rounds.receiver.history, rounds.receiver.version
+        if since in history and now in (None, since):
+            return False
+        if history.get(since) and now and history[now]:
+            return history[since] != history[now]
         if rounds.peers.size > 1:
             return None
+        if since in history:
+            raise VersionConflict(f"only the trainer knows the digests of {since!r} and {now!r}: their bytes came live (ipc, nccl)")
         raise VersionConflict(f"this engine did not serve {since!r}; it served {', '.join(history) or 'its first weights alone'}")
 
     def instep_join(self, rank_offset: int, enter: Callable[[int], Communicator], timeout: float) -> None:

@@ -69,7 +69,8 @@ class Receiver:
         self.incarnation = uuid.uuid4().hex
         self.state: State = "serving"
         self.version: str | None = None
-        self.history: dict[str, str] = {}  # digest of each version that was served
+        self.history: dict[str, str | None] = {}
+        """Digest of each version that was served; None where its bytes came live, and only the trainer has them all."""
         self.last_error: str | None = None
         self.applier: Applier | None = None
         self.signature: str | None = None
@@ -141,7 +142,8 @@ class Receiver:
         self._respect_lease(request)
         if self.applier is None or wanted.signature != self.signature:
             raise PlanError("the worker has no plan for these tensors: it was restarted, or the source changed. Push again")
-        if self.history.get(manifest.version, (mark := total(manifest.digests))) != mark:
+        known = self.history.get(manifest.version)
+        if known and manifest.digests and known != total(manifest.digests):
             raise VersionConflict(
                 f"version {manifest.version!r} was served before, with other bytes; give each set of weights a name of its own"
             )
@@ -177,7 +179,7 @@ class Receiver:
         prepared, applier = self.prepared, self.applier
         if prepared is None or applier is None or prepared.manifest.version != wanted.version or prepared.session != request.session:
             raise VersionConflict(f"version {wanted.version!r} is not prepared here")
-        manifest, reader, (arrived, _) = prepared.manifest, prepared.reader, prepared.arrival.result()
+        manifest, reader, (arrived, digests) = prepared.manifest, prepared.reader, prepared.arrival.result()
         arrival = arrive(manifest, reader)
         started = time.perf_counter()
         self.state = "dirty"
@@ -197,7 +199,8 @@ class Receiver:
             raise ApplyError("the engine's loader kept views of the published bytes, which the next version will overwrite")
         done = time.perf_counter()
         self.state, self.version, self.last_error = "serving", manifest.version, None
-        self.history[manifest.version] = total(manifest.digests)
+        known = manifest.digests or digests
+        self.history[manifest.version] = total(known) if known else self.history.get(manifest.version)
         return WorkerReceipt(
             rank=self.host.rank,
             seconds={"arrive": arrived, "apply": applied - started, "read_back": done - applied},
