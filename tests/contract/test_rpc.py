@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asgi import answering, asgi_rpc
 from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
@@ -54,7 +55,11 @@ def pipe(stack: ExitStack) -> Way:
     return way
 
 
-@pytest.fixture(params=[local, tcp, pipe], ids=["local", "tcp", "pipe"])
+def http(_: ExitStack) -> Way:
+    return lambda answer: asgi_rpc(answering(Spy(), answer))
+
+
+@pytest.fixture(params=[local, tcp, pipe, http], ids=["local", "tcp", "pipe", "http"])
 def way(request: pytest.FixtureRequest) -> Iterator[Way]:
     with ExitStack() as stack:
         yield request.param(stack)

@@ -1,6 +1,7 @@
 """Engines: what a push needs of something that generates.
 
     engine = connect(llm)                # vllm.LLM or AsyncLLM
+    engine = connect("http://gpu1:8000") # a server that `instep serve` started
     engine = connect(handle)             # of a Ray actor that has these methods, as `generation.ray.LLMRayActor` does
     engine = connect(MemoryEngine(...))  # the public test double
     engine = connect(hf_model_engine)    # TransformersEngine, embedded
@@ -19,7 +20,7 @@ from instep.protocol import Method
 
 CachePolicy = Literal["reset", "keep"]
 
-ADAPTERS = ("instep.engine.vllm", "instep.engine.actor_handle")
+ADAPTERS = ("instep.engine.http", "instep.engine.vllm", "instep.engine.actor_handle")
 """Modules with `adapt(obj) -> Engine | None`, asked in order for objects that are no engines themselves."""
 
 
@@ -60,5 +61,6 @@ def connect(obj: Any) -> Engine:
         if engine is not None:
             return engine
     raise ConfigError(
-        f"cannot push to {type(obj).__name__}: give a vllm.LLM, an AsyncLLM, a MemoryEngine, a TransformersEngine or your own instep Engine"
+        f"cannot push to {type(obj).__name__}: give a vllm.LLM, an AsyncLLM, a server's URL, a MemoryEngine, a TransformersEngine "
+        "or your own instep Engine"
     )

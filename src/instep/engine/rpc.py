@@ -152,7 +152,9 @@ class Endpoint:
         """The last one that a trainer brought."""
         self.brought: str | None = None  # until it goes on with it
         self.session: str | None = None  # of the trainer that has prepared a version
-        self.paused = self.refused = self.deserted = False
+        self.paused = self.deserted = False
+        self.refusal: str | None = None
+        """Why the engine must not generate."""
         self.running = 0
         self.lock = threading.Lock()  # requests may come on several event loops
         self.timer: threading.Timer | None = None
@@ -182,6 +184,8 @@ class Endpoint:
             raise EngineTimeout(f"it was left paused for more than {self.timeout:g} s in the middle of a push, and went on without it")
         if method == "pause":
             self.paused = True  # also where the pause comes late or fails: to resume once too often does no harm
+        if method == "refuse" and args[0] is not None:
+            self.refusal = args[0]  # also where that fails
         async with asyncio.timeout(self.timeout):
             result = await getattr(self.engine, method)(*args)
         if method == "label":
@@ -189,7 +193,7 @@ class Endpoint:
         elif method == "resume":
             self.paused, self.version = False, self.brought
         elif method == "refuse":
-            self.refused = args[0] is not None
+            self.refusal = args[0]
         return result
 
     def _watch(self) -> None:
@@ -197,7 +201,7 @@ class Endpoint:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-        left = (self.paused and not self.refused) or (self.deserted and self.session is not None)
+        left = (self.paused and self.refusal is None) or (self.deserted and self.session is not None)
         if left and not self.running:
             self.timer = threading.Timer(0 if self.deserted else self.timeout, self._take_back)
             self.timer.daemon = True
@@ -208,7 +212,7 @@ class Endpoint:
             if self.running:
                 return
             member = Member(self.engine, self.session or "", self.timeout, condemned=LATE)
-            paused, self.paused, self.session = self.paused and not self.refused, False, None
+            paused, self.paused, self.session = self.paused and self.refusal is None, False, None
         asyncio.run(self._go_on(member) if paused else self._forget(member))
 
     async def _forget(self, member: Member) -> None:
@@ -227,4 +231,5 @@ class Endpoint:
                 self.version = member.version
                 logger.warning("%s: %s; it goes on with %s", self.engine.name, reason, member.version or "its own first weights")
                 return
+        self.refusal = reason
         await member.condemn(reason)

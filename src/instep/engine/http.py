@@ -1,0 +1,140 @@
+"""Engines behind an HTTP server, by their URL: `WeightSync(source, engines=["http://gpu1:8000"])`.
+
+The server is `instep serve`, or any that has the routes of `http_control.py`. Weights do not travel here, but by a push's transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from instep.engine import Engine
+from instep.engine.http_control import MSGPACK, PREFIX, TO_WORKERS, Call
+from instep.engine.http_token import checked, is_loopback, token_of
+from instep.engine.rpc import RemoteEngine
+from instep.engine.tcp import LoopThread
+from instep.errors import ConfigError, EngineLost
+from instep.protocol import decode, encode
+
+REPEATABLE = ("hello", "trace", "prepare", "ready", "status", "abort")
+"""What may be done twice. Anything else is sent again only to ask what came of it: the server then runs nothing that it has not seen."""
+ASKING = ("hello", "status", "score")
+ATTEMPTS, AGAIN = 3, 0.1  # seconds before the second attempt; three times as long before the third
+CONNECT = 5.0  # seconds
+
+
+def adapt(obj: Any) -> Engine | None:
+    """An engine for a URL; None for anything but a string."""
+    return HttpEngine(obj) if isinstance(obj, str) else None
+
+
+class HttpEngine(RemoteEngine):
+    """
+    url: of the server, such as `http://gpu1:8000`, `https://inference.example/model-a` or `http://[fd00::1]:8000`.
+    token: the server's; default as `http_token.token_of` finds it.
+
+    Raises `ConfigError` for a URL that is none or holds a password, and where httpx is not installed.
+    """
+
+    def __init__(self, url: str, token: str | None = None, **options: Any) -> None:
+        super().__init__(HttpRpc(url, token, **options))
+
+
+class HttpRpc:
+    """Proxies are taken from the environment as usual (`HTTPS_PROXY`, `NO_PROXY`), but never for the loopback.
+
+    transport: httpx's way to the server, for tests.
+    """
+
+    def __init__(self, url: str, token: str | None = None, *, transport: Any = None) -> None:
+        try:
+            import httpx
+        except ModuleNotFoundError as error:
+            raise ConfigError("an engine's URL needs httpx", next_step='pip install "instep[http]"') from error
+        self.name, local = _place(url)
+        token = checked(token) if token else token_of()
+        self.client = httpx.AsyncClient(
+            base_url=url.rstrip("/") + PREFIX,
+            headers={"content-type": MSGPACK.decode(), **({"authorization": f"Bearer {token}"} if token else {})},
+            timeout=httpx.Timeout(None, connect=CONNECT),  # how long an answer may take is the caller's affair
+            trust_env=not local,
+            transport=transport,
+        )
+        self.failures = httpx.TransportError
+        self.id, self.numbers = uuid.uuid4().hex, itertools.count(1)
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        return await asyncio.wrap_future(_loop().run(self._call(method, payload)))
+
+    async def _call(self, method: str, payload: bytes) -> bytes:
+        route, payload = _flat(method, payload)
+        number, problem = next(self.numbers), ""
+        for attempt in range(ATTEMPTS):
+            body = encode(Call(self.id, number, attempt > 0 and route not in REPEATABLE, payload))
+            try:
+                response = await self.client.post(f"/{route}", content=body)
+            except self.failures as error:
+                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+                await asyncio.sleep(AGAIN * 3**attempt)
+            else:
+                return self._answer(route, response)
+        raise EngineLost(f"{self.name} cannot be reached: {problem}")
+
+    def _answer(self, route: str, response: Any) -> bytes:
+        """The engine's, if it is one. Raises `ConfigError` for a server that lets nobody in, or has no such routes."""
+        if response.headers.get("content-type") == MSGPACK.decode():
+            answer: bytes = response.content
+            return answer
+        text = f"{self.name} answered {route} with {response.status_code}: {_message(response)}"
+        if route not in ASKING or response.status_code not in (401, 403, 404, 405):
+            raise EngineLost(text)
+        raise ConfigError(text, next_step=None if response.status_code in (401, 403) else "start the server with `instep serve`")
+
+
+@cache
+def _loop() -> LoopThread:
+    """Connections outlive the event loops of those who push."""
+    return LoopThread("instep-http")
+
+
+def _place(url: str) -> tuple[str, bool]:
+    """What a server is called, and whether it is on this machine. The URL is in no error: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ConfigError("an engine's URL has no valid host or port") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError("an engine's URL is like http://host:8000 or https://host/path")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("an engine's URL must not hold a password: set INSTEP_TOKEN, or give HttpEngine(url, token=...)")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    name = host + (f":{port}" if port else "") + parts.path.rstrip("/")
+    return name, is_loopback(parts.hostname)
+
+
+def _flat(method: str, payload: bytes) -> tuple[str, bytes]:
+    """The route of a request, and its body: a call to the workers has the route of what they are to do."""
+    if method == "call":
+        try:
+            inner, data = decode(payload, tuple[str, bytes])
+        except msgspec.DecodeError:
+            return method, payload
+        if inner in TO_WORKERS:
+            return inner, data
+    return method, payload
+
+
+def _message(response: Any) -> str:
+    """What an answer in JSON or plain text says, on one line."""
+    try:
+        text = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        text = response.text
+    return " ".join(str(text).split())[:300]

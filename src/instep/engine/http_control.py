@@ -1,0 +1,275 @@
+"""An engine's control routes over HTTP, and what an inference server says while its engine must not generate.
+
+    POST /instep/v1/{hello,trace,prepare,ready,commit,abort,status}   to the workers
+    POST /instep/v1/{pause,resume,label,score,refuse}                 to the engine
+    GET  /instep/v1/status                                            the same for people, in JSON
+
+A body is a msgpack `Call`, an answer an `Outcome` (see `rpc.py`) with a status that says what it is. A request that does not get as far as
+the engine is answered in JSON. Nothing is unpickled, and nothing is read before the token was seen. `Control` is an ASGI middleware:
+it knows no web framework and no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Annotated, Any, get_args
+
+import msgspec
+
+from instep.engine import Engine
+from instep.engine.http_once import Once, Stale
+from instep.engine.http_token import bearer
+from instep.engine.rpc import ARGUMENTS, GONE, LATE_THERE, Endpoint, Outcome
+from instep.errors import InstepError
+from instep.protocol import CommitRequest, Fault, Identity, Method, PrepareRequest, Reply, Request, TraceRequest, decode, encode
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PREFIX = "/instep/v1"
+MSGPACK = b"application/msgpack"
+HEALTH = ("/health", "/ping")
+TO_WORKERS: tuple[str, ...] = get_args(Method)
+BODIES: dict[str, Any] = {"trace": TraceRequest, "prepare": PrepareRequest, "commit": CommitRequest}
+LARGE, SMALL = 64 << 20, 1 << 20  # bytes: of a list of all tensors, of any other body
+PATIENCE = 30.0  # seconds for a body to arrive
+GRACE = 1.0  # seconds in which a trainer whose connection ended may come back
+STATUS = {
+    "ConfigError": 400, "PlanError": 422, "VersionConflict": 409, "EngineTimeout": 409, "TransportError": 424,
+    "EngineDirty": 503, "EngineLost": 503, LATE_THERE: 504,
+}  # fmt: skip
+
+logger = logging.getLogger("instep")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One request. The number is the client's, for `Once`."""
+
+    client: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    again: bool
+    payload: bytes
+
+
+class Refused(Exception):
+    """A request that does not get as far as the engine, and the status that says so."""
+
+    def __init__(self, status: int, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+
+class Served:
+    """One engine behind a server. token: None where every caller may do everything, as the server listens on the loopback alone."""
+
+    def __init__(self, engine: Engine, token: str | None, timeout: float = 60.0) -> None:
+        self.engine, self.token = engine, token
+        self.endpoint = Endpoint(engine, timeout)
+        self.once = Once()
+        self.waiting: str | None = None
+        """Why it is not ready yet."""
+        self.closed: str | None = None
+        """Why it takes no control requests at all."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it must not generate now."""
+        return self.endpoint.refusal or self.waiting
+
+    async def answer(self, route: str, payload: bytes) -> bytes:
+        """What the engine says to a request that is well formed. Raises `Refused` for one that is not."""
+        method, payload = ("call", encode((route, payload))) if route in TO_WORKERS else (route, payload)
+        if method not in ARGUMENTS:
+            raise Refused(404, f"unknown method {route!r}")
+        arguments = _well_formed(payload, ARGUMENTS[method])
+        if method == "call":
+            inner = _well_formed(arguments[1], Request)
+            body = _well_formed(inner.body, BODIES.get(arguments[0], Any))
+            if isinstance(body, PrepareRequest) and 0 < body.timeout < 1e6:
+                self.endpoint.timeout = body.timeout  # a trainer that is silent for longer has left
+        answer = await self.endpoint.answer(method, payload)
+        if method == "call" and arguments[0] == "commit" and (dirty := _dirty(answer)):
+            await self.endpoint.answer("refuse", encode((dirty,)))  # its trainer may not live to say it
+        return answer
+
+    async def status(self) -> dict[str, Any]:
+        """For people. It does not count as a sign of life of a trainer."""
+        request = encode(Request(0, ""))
+        async with asyncio.timeout(self.endpoint.timeout):
+            replies = [decode(data, Reply) for data in await self.engine.call("status", request)]
+        return {
+            "engine": self.engine.name,
+            "state": "dirty" if self.endpoint.refusal or any(reply.state == "dirty" for reply in replies) else "serving",
+            "versions": sorted({reply.version or "" for reply in replies}),
+            "paused": self.endpoint.paused,
+            "refuses": self.refusal,
+            "workers": [msgspec.to_builtins(decode(reply.body, Identity)) for reply in replies if reply.fault is None],
+        }
+
+
+class Control:
+    """app: the inference server. served: its engine, given the scope of a request; None while it has none."""
+
+    def __init__(self, app: App, served: Callable[[Scope], Served | None]) -> None:
+        self.app, self.served = app, served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or (served := self.served(scope)) is None:
+            return await self.app(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == PREFIX or path.startswith(PREFIX + "/"):
+            return await self._control(served, path.removeprefix(PREFIX).strip("/"), scope, receive, send)
+        asked = path in HEALTH or scope["type"] == "websocket" or scope["method"] == "POST"
+        if asked and (reason := served.refusal) is not None:
+            return await _unavailable(reason, scope, receive, send)
+        return await self.app(scope, receive, send)
+
+    async def _control(self, served: Served, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        try:
+            headers = dict(scope["headers"])
+            _admit(served, headers)
+            if scope["method"] == "GET" and route == "status":
+                return await _send(send, 200, b"application/json", _json(await served.status()))
+            if scope["method"] != "POST":
+                raise Refused(405, f"{scope['method']} {route}: control requests are POST", allow="POST")
+            call = await _read(route, headers, receive)
+            task = self._run(served, route, call)
+            answer = await _watched(served, call, task, receive)
+            await _send(send, _status(answer), MSGPACK, answer)
+        except Refused as refused:
+            await _send(send, refused.status, b"application/json", _json({"error": str(refused)}), refused.headers)
+        except Exception as error:
+            text = str(error.args[0]) if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
+            await _send(send, 503, b"application/json", _json({"error": text}))
+
+    def _run(self, served: Served, route: str, call: Call) -> asyncio.Task[bytes]:
+        try:
+            task: asyncio.Task[bytes] = served.once.run(
+                call.client, call.number, route, again=call.again, action=lambda: served.answer(route, call.payload)
+            )
+        except Stale as stale:
+            raise Refused(409, str(stale)) from None
+        return task
+
+
+def _admit(served: Served, headers: dict[bytes, bytes]) -> None:
+    if served.closed is not None:
+        raise Refused(403, served.closed)
+    if served.token is not None and not bearer(headers.get(b"authorization", b""), served.token):
+        raise Refused(
+            401, "instep's routes need the server's token: set INSTEP_TOKEN where the trainer runs", **{"www-authenticate": "Bearer"}
+        )
+    if b"origin" in headers:  # a web page in somebody's browser, which reaches the loopback too
+        raise Refused(403, "instep's routes are not for web pages")
+
+
+async def _read(route: str, headers: dict[bytes, bytes], receive: Receive) -> Call:
+    if headers.get(b"content-type", b"").partition(b";")[0].strip() != MSGPACK:
+        raise Refused(415, f"a body is {MSGPACK.decode()}")
+    limit = LARGE if route in ("trace", "prepare") else SMALL
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit() or int(length[:20]) > limit:
+        raise Refused(413, f"{route} takes at most {limit} bytes")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, "the connection ended within the body")
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise Refused(413, f"{route} takes at most {limit} bytes")
+                if not message.get("more_body", False):
+                    call: Call = _well_formed(bytes(body), Call)
+                    return call
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {PATIENCE:g} s") from None
+
+
+def _well_formed(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    try:
+        return decode(data, kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Refused(400, f"the body is not well formed: {type(error).__name__}: {error}") from None
+
+
+async def _watched(served: Served, call: Call, task: asyncio.Task[bytes], receive: Receive) -> bytes:
+    """The answer. Where the connection ends before, and its client does not come back, the trainer is gone."""
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait((task,))
+            await asyncio.sleep(GRACE)
+            if served.once.latest(call.client) == call.number:
+                logger.warning("%s: the trainer's connection ended within a request", served.engine.name)
+                await served.endpoint.answer(GONE, b"")
+        return task.result()
+    finally:
+        gone.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await gone
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _faults(answer: bytes) -> list[Fault]:
+    """The engine's, or its workers'."""
+    try:
+        outcome = decode(answer, Outcome)
+    except msgspec.DecodeError:
+        return []
+    if outcome.fault is not None:
+        return [outcome.fault]
+    return [reply.fault for reply in _replies(outcome) if reply.fault is not None]
+
+
+def _replies(outcome: Outcome) -> list[Reply]:
+    try:
+        return [decode(data, Reply) for data in decode(outcome.body, list[bytes])]
+    except msgspec.DecodeError:  # it was no request to the workers
+        return []
+
+
+def _status(answer: bytes) -> int:
+    faults = _faults(answer)
+    return STATUS.get(faults[0].kind, 500) if faults else 200
+
+
+def _dirty(answer: bytes) -> str | None:
+    """Why the engine's workers hold parts of two versions, if they do."""
+    replies = _replies(decode(answer, Outcome))
+    if not any(reply.state == "dirty" for reply in replies):
+        return None
+    return "commit failed: " + next((reply.fault.message for reply in replies if reply.fault is not None), "a worker is dirty")
+
+
+async def _unavailable(reason: str, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        return await send({"type": "websocket.close", "code": 1013, "reason": "the engine refuses to generate"})
+    error = {"message": f"the engine refuses to generate: {reason}", "type": "ServiceUnavailableError", "code": 503}
+    return await _send(send, 503, b"application/json", _json({"error": error}))
+
+
+async def _send(send: Send, status: int, kind: bytes, body: bytes, headers: MutableMapping[str, str] | None = None) -> None:
+    extra = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    fields = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), (b"cache-control", b"no-store"), *extra]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,62 @@
+"""Who may use an engine's control routes: whoever knows the token.
+
+Trainers and servers find it in the variable `INSTEP_TOKEN`, or in the file that `INSTEP_TOKEN_FILE` names.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import re
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from instep.errors import ConfigError
+
+VARIABLE, FILE = "INSTEP_TOKEN", "INSTEP_TOKEN_FILE"
+TOKEN = re.compile(r"[\x21-\x7e]{8,512}")
+
+
+def token_of(environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """The token, or None where none is set. Raises `ConfigError`, without the token in it, for one that cannot be used."""
+    given, file = environment.get(VARIABLE), environment.get(FILE)
+    if given and file:
+        raise ConfigError(f"{VARIABLE} and {FILE} are both set: keep one of them")
+    if file:
+        try:
+            given = Path(file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the file that {FILE} names: {type(error).__name__}") from None
+        given = given or "-"  # an empty file is a mistake, not the wish to have no token
+    return checked(given) if given else None
+
+
+def take_token(environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """As `token_of`; processes that are started afterwards do not inherit it."""
+    token = token_of(environment)
+    environment.pop(VARIABLE, None)
+    return token
+
+
+def checked(token: str) -> str:
+    if not TOKEN.fullmatch(token):
+        raise ConfigError(
+            "the token must be 8 to 512 printable ASCII characters without spaces",
+            next_step=f"make one: {VARIABLE}=$(openssl rand -hex 32)",
+        )
+    return token
+
+
+def bearer(header: bytes, token: str) -> bool:
+    """Whether an `Authorization` header has the token. Takes as long for a wrong one as for the right one."""
+    scheme, _, given = header.partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach what listens at `host`, or are reached through it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
