@@ -30,6 +30,7 @@ def app() -> App:
     root.command("instep.cli.demo:demo", name="demo", help="A language model learns while a live engine follows it.")
     root.command("instep.cli.doctor:doctor", name="doctor", help="What this machine has, and what to do about what it lacks.")
     root.command("instep.cli.plan:plan", name="plan", help="Which way each layer of a model takes into vLLM, and why.")
+    root.command("instep.cli.serve:serve", name="serve", help="vLLM's server for a model, which trainers can push to.")
     root.command("instep.cli.bench:bench", name="bench", help="Pushes beside vLLM's own ways and the limits of this machine.")
     return root
 

@@ -9,7 +9,7 @@ import hmac
 import ipaddress
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from instep.errors import ConfigError
@@ -18,8 +18,13 @@ VARIABLE, FILE = "INSTEP_TOKEN", "INSTEP_TOKEN_FILE"
 TOKEN = re.compile(r"[\x21-\x7e]{8,512}")
 
 
-def token_of(environment: MutableMapping[str, str] = os.environ) -> str | None:
+_taken: str | None = None
+
+
+def token_of(environment: Mapping[str, str] = os.environ) -> str | None:
     """The token, or None where none is set. Raises `ConfigError`, without the token in it, for one that cannot be used."""
+    if _taken is not None and environment is os.environ:
+        return _taken
     given, file = environment.get(VARIABLE), environment.get(FILE)
     if given and file:
         raise ConfigError(f"{VARIABLE} and {FILE} are both set: keep one of them")
@@ -32,11 +37,12 @@ def token_of(environment: MutableMapping[str, str] = os.environ) -> str | None:
     return checked(given) if given else None
 
 
-def take_token(environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """As `token_of`; processes that are started afterwards do not inherit it."""
-    token = token_of(environment)
-    environment.pop(VARIABLE, None)
-    return token
+def take_token() -> str | None:
+    """As `token_of`, also afterwards: but processes that are started from now on do not inherit the token."""
+    global _taken
+    _taken = token_of()
+    os.environ.pop(VARIABLE, None)
+    return _taken
 
 
 def checked(token: str) -> str:

@@ -32,12 +32,17 @@ def adapt(obj: Any) -> Engine | None:
     config = getattr(obj, "vllm_config", None) or getattr(getattr(obj, "llm_engine", None), "vllm_config", None)
     if config is None or not hasattr(obj, "collective_rpc"):
         return None
-    if not config.parallel_config.worker_extension_cls and not chosen(config):
+    if not reaches_workers(config):
         raise ConfigError(
             "this vLLM was started without instep's worker extension",
             next_step=f'start it with worker_extension_cls="{EXTENSION}"',
         )
     return AsyncVllmEngine(obj) if asyncio.iscoroutinefunction(obj.collective_rpc) else VllmEngine(obj)
+
+
+def reaches_workers(config: Any) -> bool:
+    """Whether the workers of a vLLM with this configuration answer instep."""
+    return bool(config.parallel_config.worker_extension_cls) or chosen(config)
 
 
 class VllmEngine:

