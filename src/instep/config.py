@@ -12,7 +12,7 @@ from instep.errors import ConfigError
 
 Require = Literal["all", "any"]
 Caches = Literal["reset", "keep"]
-TransportName = Literal["auto", "shm", "ipc", "nccl", "gloo"]
+TransportName = Literal["auto", "shm", "ipc", "nccl", "gloo", "http"]
 
 VERSION = re.compile(r"[\x21-\x7e]{1,128}")
 

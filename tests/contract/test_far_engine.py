@@ -21,7 +21,7 @@ def engine() -> Iterator[FarEngine]:
     engine.stop()
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "gloo", "http"])
 def test_a_worker_in_another_process_follows(engine: FarEngine, transport: Any) -> None:
     weights = dict(checkpoint(1))
     with WeightSync(weights, [engine], transport=transport, timeout=30) as sync:

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,14 @@ class Server:
         self.model, self.log, self.token = model, log, token
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        given = {"load_format": "dummy", **ARGUMENTS, "port": self.port, **({"host": host} if host else {}), **arguments}
+        given = {
+            "load_format": "dummy",
+            "enable_scale_out": True,
+            **ARGUMENTS,
+            "port": self.port,
+            **({"host": host} if host else {}),
+            **arguments,
+        }
         self.command = [sys.executable, "-c", PROGRAM, "serve", str(model), *flags(**given)]
         self.start()
 
@@ -118,8 +126,6 @@ class Server:
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                pass
         self.signal(signal.SIGKILL)

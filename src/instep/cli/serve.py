@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -13,6 +14,7 @@ from instep.engine.http_token import is_loopback, take_token
 from instep.errors import ConfigError
 
 EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
+TRAINER = "trainer"
 CONTROL = "instep.cli.serving.ServeControl"
 
 
@@ -33,9 +35,11 @@ def serve(
     instep_catch_up
         Not ready before the engine has caught up: a checkpoint directory to load, or `trainer` to wait for a trainer's push.
     """
+    if instep_catch_up not in (None, TRAINER) and not Path(instep_catch_up).is_dir():
+        raise ConfigError(f"--instep-catch-up takes a directory or `{TRAINER}`, not {instep_catch_up}")
     token = take_token()
     args = parsed([model, *flags])
-    args.instep_catch_up = instep_catch_up
+    args.instep_catch_up = instep_catch_up if instep_catch_up in (None, TRAINER) else str(Path(instep_catch_up).resolve())
     prepare(args, token)
     sys.argv = ["instep", "serve", model]  # what process lists and vLLM's children show
     _command().cmd(args)

@@ -31,7 +31,7 @@ class ServeControl(VllmControl):
         elif args.instep_catch_up is not None:
             served.waiting = f"it catches up from {args.instep_catch_up}"
             try:
-                await _load(served, Path(args.instep_catch_up).absolute())
+                await _load(served, Path(args.instep_catch_up))
             except InstepError as error:
                 served.waiting = f"it could not catch up from {args.instep_catch_up}: {error.args[0]}"
                 logger.exception(served.waiting)

@@ -75,6 +75,8 @@ class StageReader:
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         return self.stage.tensors[meta.name]
 
+    def stop(self) -> None: ...
+
     def close(self) -> bool:
         return True
 

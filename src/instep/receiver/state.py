@@ -227,6 +227,7 @@ class Receiver:
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return True
+        prepared.reader.stop()
         wait([prepared.arrival])  # it reads these bytes
         if prepared.reader.close():
             return True

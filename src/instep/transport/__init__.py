@@ -4,6 +4,7 @@ Publish and pull: the trainer publishes a version once, workers open it and read
 and a new engine catches up by opening the current version.
 
     shm.py        POSIX shared memory, for engines on the trainer's host
+    http.py       HTTP, where nothing faster reaches an engine; http_reader.py is the workers' side
     ipc.py        CUDA IPC, for trainer and engines on GPUs of one host; driver.py is what it asks of CUDA
 
 Broadcast: the trainer sends to all workers at once, bucket by bucket. For engines on other hosts.
@@ -102,17 +103,21 @@ class Reader(Protocol):
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         """The published bytes. Not to be written to."""
 
+    def stop(self) -> None:
+        """Nobody wants it any more: an `arrive` that fetches by itself ends soon, with an error."""
+
     def close(self) -> bool:
         """No view may be used afterwards. False while somebody still has one: then it can be called again."""
 
 
 def open_location(manifest: Manifest, me: Me) -> Any:
     """The reader for a manifest. Raises `TransportError` where it cannot be opened from this process."""
+    from instep.transport.http_reader import HttpReader
     from instep.transport.incoming import StagedReader, StreamReader
     from instep.transport.ipc import IpcReader
     from instep.transport.shm import ShmReader
 
-    readers = {"shm": ShmReader, "ipc": IpcReader, "gloo": StagedReader, "nccl": StreamReader}
+    readers = {"shm": ShmReader, "ipc": IpcReader, "gloo": StagedReader, "nccl": StreamReader, "http": HttpReader}
     kind = manifest.location.transport
     if kind not in readers:
         raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(readers)}")

@@ -12,6 +12,7 @@ from instep.errors import TransportError
 from instep.protocol import Identity, TensorMeta
 from instep.transport import Published, Transport
 from instep.transport.broadcast import BroadcastTransport
+from instep.transport.http import HttpTransport
 from instep.transport.ipc import IpcTransport
 from instep.transport.shm import ShmTransport
 
@@ -30,6 +31,7 @@ class AutoTransport:
             "nccl": BroadcastTransport("nccl", timeout),
             "shm": ShmTransport(),
             "gloo": BroadcastTransport("gloo", timeout),
+            "http": HttpTransport(),
         }
         self.candidates = {name: every[name] for name in every if only in ("auto", name)}
         self.refused: dict[str, str] = {}

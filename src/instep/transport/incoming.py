@@ -119,6 +119,8 @@ class StreamReader:
         assert self.group is not None
         self.group.settle()
 
+    def stop(self) -> None: ...
+
     def close(self) -> bool:
         return True
 

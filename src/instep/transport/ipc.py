@@ -201,6 +201,8 @@ class IpcReader:
         """Nothing: bytes are pulled, and summed up, in the commit."""
         return {}
 
+    def stop(self) -> None: ...
+
     def close(self) -> bool:
         return True
 

@@ -41,6 +41,8 @@ class Mapped:
         at = self.offsets[meta.alias_of or meta.name]
         return self.flat[at : at + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
+    def stop(self) -> None: ...
+
     def close(self) -> bool:
         self.bytes, self.flat = np.empty(0, np.uint8), torch.empty(0)
         with suppress(BufferError):

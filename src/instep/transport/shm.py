@@ -61,6 +61,8 @@ def sweep() -> list[str]:
 class ShmTransport(Pull):
     """The trainer's side. One segment per version; `release_all_but` hands segments over to the next version."""
 
+    kind = "shm"
+
     def __init__(self) -> None:
         sweep()
         self.segments: dict[str, Segment] = {}
@@ -84,7 +86,7 @@ class ShmTransport(Pull):
             # Of the copies: what a trainer does to its tensors afterwards cannot change what is sent.
             own, data = list(by_name.values()), segment.view[:size]
             published = Published(
-                Location("shm", segment.name, size, offsets), digests(data, own, offsets), tuple(non_finite(data, own, offsets))
+                Location(self.kind, segment.name, size, offsets), digests(data, own, offsets), tuple(non_finite(data, own, offsets))
             )
         except BaseException:
             self.free.append(segment)
@@ -126,6 +128,9 @@ class ShmTransport(Pull):
                 return segment
         while self.free:
             self.free.pop().close()
+        return self.new_segment(size)
+
+    def new_segment(self, size: int) -> Segment:
         return Segment(size)
 
     def finish(self, published: Published) -> Published:
