@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
+from toys import attention
 
+from instep import MemoryEngine
 from instep.engine.http import HttpEngine, HttpRpc
-from instep.engine.http_control import TO_WORKERS, Control, Receive, Scope, Send, Served
-from instep.engine.rpc import Answer
-from instep.protocol import encode
+from instep.engine.http_control import PREFIX, TO_WORKERS, Call, Control, Receive, Scope, Send, Served
+from instep.engine.rpc import ARGUMENTS, Answer
+from instep.protocol import Request, encode, raw
 
-TOKEN = "a token of the tests"[::-1].replace(" ", "-")
+TOKEN = "token-of-the-tests"
+
+
+ROUTES = (*TO_WORKERS, *(method for method in ARGUMENTS if method != "call"))
+MSGPACK = {"content-type": "application/msgpack"}
+ALLOWED = {"authorization": f"Bearer {TOKEN}", **MSGPACK}
 
 
 async def generating(scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,3 +49,34 @@ def asgi_rpc(served: Served, token: str = TOKEN) -> HttpRpc:
 
 def asgi_engine(served: Served, token: str = TOKEN) -> HttpEngine:
     return HttpEngine("http://localhost", token, transport=httpx.ASGITransport(app(served)))
+
+
+def client(served: Served) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app(served)), base_url="http://server")
+
+
+def served(seed: int = 0) -> Served:
+    return Served(MemoryEngine(attention(seed)), TOKEN)
+
+
+def state(at: Served) -> Any:
+    """All that a request could change."""
+    engine: Any = at.engine
+    receivers = [(r.state, r.version, r.signature, r.prepared, r.last_error, dict(r.history)) for r in engine.receivers]
+    return engine.fingerprint(), engine.version, engine.paused, engine.refusal, at.refusal, receivers
+
+
+def run(at: Served, *requests: tuple[str, bytes], headers: dict[str, str] = ALLOWED, method: str = "POST") -> list[httpx.Response]:
+    async def main() -> list[httpx.Response]:
+        async with client(at) as http:
+            return [await http.request(method, PREFIX + "/" + route, content=body, headers=headers) for route, body in requests]
+
+    return asyncio.run(main())
+
+
+def call(number: int, payload: bytes = b"", *, name: str = "client", again: bool = False) -> bytes:
+    return encode(Call(name, number, again, payload))
+
+
+def request(body: Any = None, seq: int = 1) -> bytes:
+    return encode(Request(seq, "session", raw(body)))
