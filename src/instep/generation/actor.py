@@ -157,6 +157,10 @@ class LLMActor:
         """Raises `GenerationError` where anything in the background has failed, its cause the error itself."""
         self._background.check()
 
+    def works(self) -> bool:
+        """Whether it has neither failed nor been stopped."""
+        return self._background.failure is None and not self._background.closed
+
     def status(self) -> ActorStatus:
         return self._control(self._work.astatus())
 

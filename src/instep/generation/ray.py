@@ -1,10 +1,12 @@
 """Actors on Ray, a fleet of them.
 
     ray.init()
-    prompts, results = Queue(), Queue()                                   # ray.util.queue
-    engines = create_vllm_engines(2, pretrain="model", max_model_len=4096, prompt_queue=prompts, results_queue=results)
+    queues = RolloutQueues()
+    engines = create_vllm_engines(2, pretrain="model", max_restarts=3, prompt_queue=queues.prompts, results_queue=queues.results)
     sync = WeightSync(model, engines=engines)
     sync.push("step-1")
+    queues.prompts.put(request)
+    result = queues.results.get(timeout=60)                               # on `queue.Empty`: sync.catch_up(), for restarted actors
 
 Calls of one actor do not wait for each other: `generate` has a concurrency group, what a `WeightSync` asks has another.
 """
@@ -27,11 +29,13 @@ from instep.errors import ConfigError, EngineTimeout
 from instep.generation.actor import LLMActor
 from instep.generation.manager import ActorManager, ActorStatus
 from instep.generation.queues import Queue
+from instep.generation.ray_queues import RolloutQueues
 from instep.generation.rewards import RewardConfig
 from instep.generation.types import GenerationResult, PromptId, PromptRequest
+from instep.generation.work import BEAT
 from instep.protocol import Method
 
-__all__ = ["ActorManager", "GenerationResult", "LLMRayActor", "PromptRequest", "RewardConfig", "create_vllm_engines"]
+__all__ = ["ActorManager", "GenerationResult", "LLMRayActor", "PromptRequest", "RewardConfig", "RolloutQueues", "create_vllm_engines"]
 
 GROUPS = {"control": 32, "generation": 4096}
 """Calls of one actor that may run at the same time, by group."""
@@ -50,6 +54,12 @@ class LLMRayActor:
 
     def __repr__(self) -> str:
         return f"LLMRayActor({self.name})"
+
+    @ray.method(concurrency_group="generation")
+    async def until_over(self, worker: str) -> None:
+        """Returns when this actor is not, or no longer, at work in that worker process: restarted, failed or stopped."""
+        while worker == ray.get_runtime_context().get_worker_id() and self.actor.works():  # noqa: ASYNC110
+            await asyncio.sleep(BEAT)
 
     @ray.method(concurrency_group="generation")
     async def generate(self, request: PromptRequest) -> GenerationResult:
