@@ -56,6 +56,7 @@ class FakeServing:
         self.dead: Exception | None = None
         self.closed = False
         self.resets = 0
+        self.extension: Callable[..., Any] = lambda *_: None
 
     async def begin(self) -> FakeServing:
         self.go = asyncio.Event()
@@ -106,6 +107,9 @@ class FakeServing:
 
     async def abort(self, request_id: str) -> None:
         self.running[request_id] = False
+
+    async def collective_rpc(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        return [await asyncio.to_thread(self.extension, method, *arguments)]
 
     async def reset_prefix_cache(self) -> bool:
         self.resets += 1

@@ -1,4 +1,4 @@
-"""Actors on Ray, a fleet of them.
+"""A fleet of actors on Ray.
 
     ray.init()
     queues = RolloutQueues()
@@ -6,15 +6,14 @@
     sync = WeightSync(model, engines=engines)
     sync.push("step-1")
     queues.prompts.put(request)
-    result = queues.results.get(timeout=60)                               # on `queue.Empty`: sync.catch_up(), for restarted actors
+    result = queues.results.get(timeout=60)
 
-Calls of one actor do not wait for each other: `generate` has a concurrency group, what a `WeightSync` asks has another.
+An actor that Ray has restarted waits for weights: `sync.catch_up()` brings it the current ones, and so does the next push.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -22,108 +21,19 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from instep.engine import CachePolicy
-from instep.engine.serving import KVCacheInfo, ModelDims, Serving
 from instep.engine.vllm_serving import start_vllm
 from instep.errors import ConfigError, EngineTimeout
-from instep.generation.actor import LLMActor
-from instep.generation.manager import ActorManager, ActorStatus
+from instep.generation.manager import ActorManager
 from instep.generation.queues import Queue
+from instep.generation.ray_actor import GROUPS, LLMRayActor
 from instep.generation.ray_queues import RolloutQueues
 from instep.generation.rewards import RewardConfig
-from instep.generation.types import GenerationResult, PromptId, PromptRequest
-from instep.generation.work import BEAT
-from instep.protocol import Method
+from instep.generation.types import GenerationResult, PromptRequest
 
 __all__ = ["ActorManager", "GenerationResult", "LLMRayActor", "PromptRequest", "RewardConfig", "RolloutQueues", "create_vllm_engines"]
 
-GROUPS = {"control": 32, "generation": 4096}
-"""Calls of one actor that may run at the same time, by group."""
 ENGINE_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}
 """As trainers set it: groups of NCCL need it to be equal at both ends."""
-
-
-class LLMRayActor:
-    """An `LLMActor` in a Ray actor. Arguments are the same; an actor that Ray has restarted takes no prompt before it has the weights."""
-
-    def __init__(self, start: Callable[[], Awaitable[Serving]], **options: Any) -> None:
-        self.name = options.get("name", "actor")
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            options["await_weights"] = True
-        self.actor = LLMActor(start, **options)
-
-    def __repr__(self) -> str:
-        return f"LLMRayActor({self.name})"
-
-    @ray.method(concurrency_group="generation")
-    async def until_over(self, worker: str) -> None:
-        """Returns when this actor is not, or no longer, at work in that worker process: restarted, failed or stopped."""
-        while worker == ray.get_runtime_context().get_worker_id() and self.actor.works():  # noqa: ASYNC110
-            await asyncio.sleep(BEAT)
-
-    @ray.method(concurrency_group="generation")
-    async def generate(self, request: PromptRequest) -> GenerationResult:
-        return await self.actor.generate(request)
-
-    @ray.method(concurrency_group="control")
-    async def cancel(self, prompt: PromptId) -> bool:
-        return await asyncio.to_thread(self.actor.cancel, prompt)
-
-    @ray.method(concurrency_group="control")
-    async def ready(self) -> bool:
-        return self.actor.ready()
-
-    @ray.method(concurrency_group="control")
-    async def check_background_threads(self) -> None:
-        self.actor.check_background_threads()
-
-    @ray.method(concurrency_group="control")
-    async def status(self) -> ActorStatus:
-        return await asyncio.to_thread(self.actor.status)
-
-    @ray.method(concurrency_group="control")
-    async def url(self) -> str | None:
-        return self.actor.url
-
-    @ray.method(concurrency_group="control")
-    async def get_kv_cache_info(self) -> KVCacheInfo:
-        return self.actor.get_kv_cache_info()
-
-    @ray.method(concurrency_group="control")
-    async def get_model_dims(self) -> ModelDims:
-        return self.actor.get_model_dims()
-
-    @ray.method(concurrency_group="control")
-    async def reset_prefix_cache(self) -> bool:
-        return await asyncio.to_thread(self.actor.reset_prefix_cache)
-
-    @ray.method(concurrency_group="control")
-    async def stop(self, drain: bool = True, timeout: float = 60.0) -> list[PromptRequest]:  # noqa: ASYNC109
-        return await asyncio.to_thread(self.actor.stop, drain=drain, timeout=timeout)
-
-    @ray.method(concurrency_group="control")
-    async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        return await self.actor.call(method, payload)
-
-    @ray.method(concurrency_group="control")
-    async def pause(self, caches: CachePolicy) -> None:
-        await self.actor.pause(caches)
-
-    @ray.method(concurrency_group="control")
-    async def resume(self) -> None:
-        await self.actor.resume()
-
-    @ray.method(concurrency_group="control")
-    async def label(self, version: str) -> None:
-        await self.actor.label(version)
-
-    @ray.method(concurrency_group="control")
-    async def score(self, token_ids: list[int]) -> list[float]:
-        return await self.actor.score(token_ids)
-
-    @ray.method(concurrency_group="control")
-    async def refuse(self, reason: str | None) -> None:
-        await self.actor.refuse(reason)
 
 
 def create_vllm_engines(
