@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from serving import FakeServing
 
 import instep
 from instep import WeightSync
+from instep.errors import SyncError
 from instep.generation.types import GenerationResult, PromptId
 
 HERE = Path(__file__).parent
@@ -41,7 +42,7 @@ def collect(results: Any, count: int, sync: WeightSync, within: float = SOON) ->
         except queue.Empty:
             try:
                 sync.catch_up()
-            except instep.SyncError:  # an actor that is still being restarted
+            except SyncError:  # an actor that is still being restarted
                 continue
     return found
 
@@ -51,3 +52,27 @@ def once(results: list[GenerationResult], ids: list[PromptId], n: int) -> None:
     assert sorted(result.request.id for result in results) == sorted(ids)
     for result in results:
         assert [sample.id.sample for sample in result.samples] == list(range(n))
+
+
+def ready(engine: Any) -> bool:
+    import ray
+
+    try:
+        return bool(ray.get(engine.ready.remote(), timeout=SOON))
+    except ray.exceptions.RayActorError:
+        return False
+
+
+def restart(engine: Any) -> None:
+    """Kills it. Ray starts it again."""
+    import ray
+
+    ray.kill(engine, no_restart=False)
+    until(lambda: not ready(engine))
+
+
+def until(condition: Callable[[], bool], within: float = SOON) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import queue
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ray_fleet import SOON, collect, environment, fake_vllm, once
+from ray_fleet import SOON, collect, environment, fake_vllm, once, ready, restart, until
 from rollouts import encode
 from serving import weights
 
@@ -57,26 +56,6 @@ def put(ports: Any, count: int) -> list[PromptId]:
     for name in range(count):
         ports.prompts.put(ask(name))
     return [PromptId("train", 0, str(name)) for name in range(count)]
-
-
-def ready(engine: Any) -> bool:
-    try:
-        return bool(ray.get(engine.ready.remote(), timeout=SOON))
-    except ray.exceptions.RayActorError:
-        return False
-
-
-def restart(engine: Any) -> None:
-    """Kills it. Ray starts it again."""
-    ray.kill(engine, no_restart=False)
-    until(lambda: not ready(engine))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_an_actor_that_is_killed_loses_no_prompt_and_its_successor_serves_the_current_version(fleet: Any) -> None:

@@ -49,6 +49,7 @@ class LLMActor(Follower):
     max_staleness: a sample with tokens more versions behind than this when it ends is made again with the weights of that time.
     max_samples: samples at a time; if None as many as the KV cache holds, see `KVCacheInfo.samples`.
     await_weights: takes no prompt from the queue before a trainer has pushed a version. For an actor that takes a dead one's place.
+    observer: called each second with the actor's `ActorStatus`, on its event loop.
     http: answer OpenAI's interface at `url`, on a port of this host alone.
 
     Raises what `start` raises, and `EngineTimeout` where that takes longer than `start_timeout` seconds.
@@ -73,6 +74,7 @@ class LLMActor(Follower):
         max_staleness: int | None = None,
         max_samples: int | None = None,
         await_weights: bool = False,
+        observer: Callable[[ActorStatus], None] | None = None,
         http: bool = False,
         start_timeout: float = 1200.0,
     ) -> None:
@@ -86,7 +88,9 @@ class LLMActor(Follower):
         self.url: str | None = None
         self._serving: Serving | None = None
         self._background = Background(name, self._failed)
-        settings = Settings(prompt_queue, results_queue, eval_results_queue, actor_manager, max_staleness, max_samples, await_weights)
+        settings = Settings(
+            prompt_queue, results_queue, eval_results_queue, actor_manager, max_staleness, max_samples, await_weights, observer
+        )
         try:
             self._background.run(self._start(start, tokenizer, limits, tools, tool_parser, reward_config, settings, http), start_timeout)
         except BaseException as error:

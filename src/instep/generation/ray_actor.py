@@ -13,6 +13,7 @@ from instep.engine.serving import KVCacheInfo, ModelDims, Serving
 from instep.generation.actor import LLMActor
 from instep.generation.follower import Status
 from instep.generation.manager import ActorStatus
+from instep.generation.ray_metrics import ActorMetrics
 from instep.generation.types import GenerationResult, PromptId, PromptRequest
 from instep.generation.work import BEAT
 from instep.protocol import Method
@@ -28,7 +29,7 @@ class LLMRayActor:
         self.name = options.get("name", "actor")
         if ray.get_runtime_context().was_current_actor_reconstructed:
             options["await_weights"] = True
-        self.actor = LLMActor(start, **options)
+        self.actor = LLMActor(start, observer=ActorMetrics(self.name), **options)
 
     def __repr__(self) -> str:
         return f"LLMRayActor({self.name})"

@@ -19,7 +19,9 @@ import ray
 
 from instep.errors import InstepError
 from instep.generation.ledger import Ledger, LedgerSizes
+from instep.generation.ray_metrics import QueueMetrics
 from instep.generation.types import GenerationResult, PromptRequest, Split
+from instep.generation.work import BEAT
 
 
 class RolloutQueues:
@@ -43,16 +45,24 @@ class RayLedger(Ledger):
     def __init__(self, max_prompts: int, max_results: int) -> None:
         super().__init__(max_prompts, max_results)
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._told = QueueMetrics()
+        self._telling: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"RolloutQueues({len(self.waiting)} prompts, {len(self.results['train'])} results)"
 
     async def take_for(self, taker: str, handle: Any, within: float | None) -> PromptRequest | None:
         """handle: of the Ray actor that `taker` is. None where it is none: it is not watched."""
+        self._telling = self._telling or asyncio.ensure_future(self._tell())
         request = await self.take(taker, within)
         if request is not None and handle is not None and taker not in self._watches:
             self._watches[taker] = asyncio.ensure_future(self._watch(taker, handle))
         return request
+
+    async def _tell(self) -> None:
+        while True:
+            self._told(await self.sizes())
+            await asyncio.sleep(BEAT)
 
     async def _watch(self, taker: str, handle: Any) -> None:
         try:
