@@ -129,6 +129,24 @@ def test_what_a_stopped_actor_had_goes_to_another(fleet: Any) -> None:
         assert ports.sizes().reissued == len(left)
 
 
+def test_results_that_are_too_old_are_made_again(fleet: Any) -> None:
+    ports = queues()
+    (only,) = fleet(1, prompt_queue=ports.prompts, results_queue=ports.results, max_staleness=0)
+    with WeightSync(weights(2), [only]) as sync:
+        sync.push("v0")
+        ids = put(ports, 12)
+        found = []
+        for step in range(1, 4):
+            found += collect(ports.results, 2, sync)
+            sync.push(f"v{step}")
+        found += collect(ports.results, 6, sync)
+        once(found, ids, 2)
+        samples = [sample for result in found for sample in result.samples]
+        assert {len(sample.versions) for sample in samples} == {1}  # those that a push has met are not among them
+        assert {sample.versions[0].version for sample in samples} >= {"v0", "v3"}
+        assert ray.get(only.status.remote(), timeout=SOON).stale > 0
+
+
 def test_the_queues_are_bounded_and_refuse_a_prompt_twice(cluster: None) -> None:
     ports = queues(max_prompts=1)
     ports.prompts.put(ask(0))

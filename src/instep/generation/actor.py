@@ -46,7 +46,8 @@ class LLMActor(Follower):
     actor_manager: an `ActorManager` or its handle: while it says so no prompt is taken.
     inflight_updates: generation goes on across an update, and every token is labelled with the weights that it came from. If False, an
         update first waits until the engine has ended the turns that it is working on, no longer than `drain_timeout` seconds.
-    max_staleness: a sample with tokens more versions behind than this when it ends is made again with the weights of that time.
+    max_staleness: a result with tokens more versions behind than this is made again, with the weights of that time. Looked at when its
+        samples have ended, and again while it waits for a full results_queue; what is in the queue is the trainer's.
     max_samples: samples at a time; if None as many as the KV cache holds, see `KVCacheInfo.samples`.
     await_weights: takes no prompt from the queue before a trainer has pushed a version. For an actor that takes a dead one's place.
     observer: called each second with the actor's `ActorStatus`, on its event loop.

@@ -206,10 +206,10 @@ class Work:
         """A prompt that came by the queue."""
         prompt = self._enter(request)
         async with self.held.taken(request.sampling.n):
-            result = await self._answer(prompt)
             port = self.train if request.id.split == "train" else self.eval
             assert port is not None
-            await port.put(result)
+            while not await port.put(result := await self._answer(prompt), lambda: self._too_old(result, prompt)):
+                self.stale += 1  # while it waited for a queue that was full
         self.under_way.pop(request.id)
 
     async def _answer(self, prompt: Prompt) -> GenerationResult:
@@ -219,7 +219,7 @@ class Work:
                 async with self.places.taken(request.sampling.n):
                     result = await answer(request, self.client, self.harness, prompt.aborted)
                 self.tokens += sum(sum(sample.mask) for sample in result.samples)
-                if not self._too_old(result) or prompt.aborted.is_set():
+                if not self._too_old(result, prompt):
                     break
                 self.stale += 1
             else:
@@ -235,10 +235,10 @@ class Work:
         self.errors += sum(bool(sample.error or (sample.reward and sample.reward.error)) for sample in result.samples)
         return result
 
-    def _too_old(self, result: GenerationResult) -> bool:
+    def _too_old(self, result: GenerationResult, prompt: Prompt) -> bool:
         self.lag = max(lag(sample, self.history) for sample in result.samples)
         bound = self.settings.max_staleness
-        return bound is not None and self.lag > bound
+        return bound is not None and self.lag > bound and not prompt.aborted.is_set()
 
     def _check(self, request: PromptRequest) -> None:
         self.harness.check(request)
