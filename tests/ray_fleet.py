@@ -76,3 +76,22 @@ def until(condition: Callable[[], bool], within: float = SOON) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def group_of(_: Any) -> Any:
+    """In an actor: the placement group that it is in."""
+    import ray
+
+    return ray.util.get_current_placement_group()
+
+
+def gpus_of(_: Any) -> tuple[list[str], str | None]:
+    """In an actor: the GPUs that Ray gave it, and those that it sees."""
+    import ray
+
+    return [str(gpu) for gpu in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+class Trainer:
+    def gpus(self) -> list[str]:
+        return gpus_of(self)[0]

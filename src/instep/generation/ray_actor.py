@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import os
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 import ray
@@ -22,11 +23,22 @@ GROUPS = {"control": 32, "generation": 4096}
 """Calls of one actor that may run at the same time, by group."""
 
 
+UNSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Trainers tell Ray so to leave the choice of GPUs to them."""
+
+
+def see_own_gpus(environment: MutableMapping[str, str], gpu_ids: Sequence[Any]) -> None:
+    """Where Ray was told not to, restricts this process, and the workers that it starts, to the GPUs that Ray gave it."""
+    if environment.get(UNSET, "0") not in ("", "0") and gpu_ids:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+
+
 class LLMRayActor:
     """An `LLMActor` in a Ray actor. Arguments are the same; an actor that Ray has restarted takes no prompt before it has the weights."""
 
     def __init__(self, start: Callable[[], Awaitable[Serving]], **options: Any) -> None:
         self.name = options.get("name", "actor")
+        see_own_gpus(os.environ, ray.get_gpu_ids())
         if ray.get_runtime_context().was_current_actor_reconstructed:
             options["await_weights"] = True
         self.actor = LLMActor(start, observer=ActorMetrics(self.name), **options)
