@@ -38,14 +38,17 @@ def weights(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 class FakeServing:
-    """Says `says`, a token in a step. Steps stop while its engine is paused, and at `hold`, after so many tokens, until `go` is set."""
+    """Says `says`, a token in a step of `pace` seconds.
 
-    def __init__(self, says: Said = "hi<|end|>", *, hold: int | None = None, places: int = 4) -> None:
+    Steps stop while its engine is paused, and at `hold`, after so many tokens, until `go` is set.
+    """
+
+    def __init__(self, says: Said = "hi<|end|>", *, hold: int | None = None, places: int = 4, pace: float = 0.0) -> None:
         self.weights = MemoryEngine(weights())
         self.tokenizer = TOKENIZER
         self.kv_cache = KVCacheInfo(tokens=4000 * places, concurrency=places, max_model_len=4000, max_num_seqs=places)
         self.dims = ModelDims(2, 8, 32, 16, 2, 1, 4)
-        self.says, self.hold = says, hold
+        self.says, self.hold, self.pace = says, hold, pace
         self.asked: list[tuple[str, list[int], dict[str, Any], str | None]] = []
         self.running: dict[str, bool] = {}
         self.ended: list[str] = []
@@ -53,6 +56,7 @@ class FakeServing:
         self.dead: Exception | None = None
         self.closed = False
         self.resets = 0
+        self.extension: Callable[..., Any] = lambda *_: None
 
     async def begin(self) -> FakeServing:
         self.go = asyncio.Event()
@@ -92,7 +96,7 @@ class FakeServing:
                 await asyncio.sleep(0.001)
             if not self.running[request_id]:
                 break
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pace)
             version = self.weights.version or "default"
             if not spans or spans[-1][0] != version:
                 spans.append((version, len(said), len(said)))
@@ -103,6 +107,9 @@ class FakeServing:
 
     async def abort(self, request_id: str) -> None:
         self.running[request_id] = False
+
+    async def collective_rpc(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        return [await asyncio.to_thread(self.extension, method, *arguments)]
 
     async def reset_prefix_cache(self) -> bool:
         self.resets += 1

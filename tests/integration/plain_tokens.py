@@ -1,10 +1,14 @@
-"""A tokenizer for models without one, a verifier, and what a trainer makes of samples. Ray's processes import them from here."""
+"""A tokenizer for models without one, a tool with a parser, a verifier, a trainer's forward. Ray's processes import them from here."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import torch
+
+from instep.generation import ToolDefinition
+from instep.generation.types import ToolCall, ToolRecord
 
 
 class Tokens:
@@ -18,6 +22,30 @@ class Tokens:
 
     def apply_chat_template(self, *_: Any, **__: Any) -> str:
         raise AssertionError("nobody asked for it")
+
+
+class OnceParser:
+    """Takes every first turn for a call: a random model makes none of its own."""
+
+    def __init__(self, tokenizer: Any) -> None: ...
+
+    def stops(self, definitions: Any) -> tuple[str, ...]:
+        return ()
+
+    def parse(self, text: str, definitions: Any) -> list[ToolCall]:
+        return [ToolCall("add", {"first": text.split()[0]})]
+
+    def observe(self, records: list[ToolRecord], last: int) -> list[int]:
+        return [int(word) for record in records for word in record.output.split()]
+
+
+class Add:
+    def describe(self) -> ToolDefinition:
+        return ToolDefinition("add", "", {"type": "object", "properties": {"first": {"type": "string"}}})
+
+    async def execute(self, first: str) -> str:
+        await asyncio.sleep(0.01)
+        return "7 8 9"
 
 
 async def length(answer: Any, value: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import queue
@@ -16,41 +15,17 @@ from typing import Any
 import pytest
 from engines import ARGUMENTS, settings
 from models import PROMPTS, tiny
-from plain_tokens import Tokens, length, trainer_logprobs
+from plain_tokens import Add, OnceParser, Tokens, length, trainer_logprobs
 
 from instep import WeightSync
 from instep.engine.vllm_serving import start_vllm
 from instep.errors import ConfigError, EngineLost, GenerationError, SyncError
-from instep.generation import Label, PromptId, PromptRequest, RewardConfig, Sampling, ToolDefinition
+from instep.generation import Label, PromptId, PromptRequest, RewardConfig, Sampling
 from instep.generation.actor import LLMActor
-from instep.generation.types import GenerationResult, ToolCall, ToolRecord
+from instep.generation.types import GenerationResult
 
 SOON = 120.0
 LENGTH = 60
-
-
-class OnceParser:
-    """Takes every first turn for a call: a random model makes none of its own."""
-
-    def __init__(self, tokenizer: Any) -> None: ...
-
-    def stops(self, definitions: Any) -> tuple[str, ...]:
-        return ()
-
-    def parse(self, text: str, definitions: Any) -> list[ToolCall]:
-        return [ToolCall("add", {"first": text.split()[0]})]
-
-    def observe(self, records: list[ToolRecord], last: int) -> list[int]:
-        return [int(word) for record in records for word in record.output.split()]
-
-
-class Add:
-    def describe(self) -> ToolDefinition:
-        return ToolDefinition("add", "", {"type": "object", "properties": {"first": {"type": "string"}}})
-
-    async def execute(self, first: str) -> str:
-        await asyncio.sleep(0.01)
-        return "7 8 9"
 
 
 class Run:

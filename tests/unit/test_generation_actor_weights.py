@@ -164,6 +164,22 @@ def test_a_result_that_is_too_old_is_made_again(fleet: Fleet) -> None:
         assert fleet.results.empty()
 
 
+def test_a_result_that_grows_old_while_the_queue_is_full_is_made_again(fleet: Fleet) -> None:
+    actor = fleet.actor(FakeServing("abc"), max_staleness=0)
+    fleet.results.maxsize = 1
+    with WeightSync(weights(2), [actor]) as sync:
+        sync.push("v1")
+        for name in "ab":
+            fleet.prompts.put(fleet.ask(name))
+        wait(lambda: actor.status().answered == 2)
+        sync.push("v2")
+        wait(lambda: actor.status().stale == 1)
+        assert spans(fleet.results.get(timeout=SOON)) == [("v1", 0, 3)]  # handed over before the push
+        assert spans(fleet.results.get(timeout=SOON)) == [("v2", 0, 3)]
+        wait(lambda: actor.status().prompts == 0)
+        assert fleet.results.empty()
+
+
 def test_pushes_that_come_too_fast_for_a_prompt_are_an_error_and_no_endless_repetition(fleet: Fleet) -> None:
     serving = FakeServing("abc")
     actor = fleet.actor(serving, max_staleness=0)

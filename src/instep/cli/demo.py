@@ -7,7 +7,15 @@ from pathlib import Path
 from instep.demo import ModelName, run
 
 
-def demo(*, model: ModelName = "smollm2", steps: int = 12, seed: int = 0, out: Path = Path("demo-results"), json: bool = False) -> int:
+def demo(
+    *,
+    model: ModelName = "smollm2",
+    steps: int = 12,
+    seed: int = 0,
+    out: Path = Path("demo-results"),
+    json: bool = False,
+    ray: bool = False,
+) -> int:
     """Train a small language model with GRPO while a live engine follows it step by step.
 
     Parameters
@@ -22,5 +30,7 @@ def demo(*, model: ModelName = "smollm2", steps: int = 12, seed: int = 0, out: P
         Directory for the picture and the log.
     json
         Print the log on stdout; the table goes to stderr.
+    ray
+        Two actors on Ray answer prompts while the trainer learns, and take its weights in flight.
     """
-    return run(model, steps, seed, out, json)
+    return run(model, steps, seed, out, json, ray)

@@ -1,6 +1,7 @@
 """The main job at its smallest: GRPO on one machine while a live engine follows every optimizer step. Read `loop.py` first.
 
 loop.py     the story
+ray_loop.py the same without waiting: actors on Ray answer while the trainer learns
 task.py     questions, and the rewards that can be checked
 grpo.py     the loss
 model.py    the models that the demo trains
@@ -21,12 +22,20 @@ from instep.errors import ConfigError
 ModelName = Literal["smollm2", "tiny"]
 
 
-def run(model: ModelName = "smollm2", steps: int | None = None, seed: int = 0, out: Path = Path("demo-results"), json: bool = False) -> int:
+def run(
+    model: ModelName = "smollm2",
+    steps: int | None = None,
+    seed: int = 0,
+    out: Path = Path("demo-results"),
+    json: bool = False,
+    ray: bool = False,
+) -> int:
     """Trains `model`, pushes every step to a live engine, and leaves a picture and a log in `out`.
 
     steps: optimizer steps; default 12.
     seed: of the questions, the sampling and the random model. The same seed on the same machine gives the same run.
     json: the log on stdout; the table goes to stderr.
+    ray: two actors on Ray answer while the trainer learns, so that no run is like another.
 
     Returns the exit code 0. Raises `ConfigError` where a package is missing or no engine starts, `InstepError` where a push fails.
     """
@@ -34,10 +43,14 @@ def run(model: ModelName = "smollm2", steps: int | None = None, seed: int = 0, o
         raise ConfigError(f"steps must be at least 1, not {steps}")
     set_environment(model)
     try:
-        from instep.demo.loop import demo
+        from instep.demo.loop import demo, learn
+
+        if ray:
+            from instep.demo.ray_loop import learn
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the demo needs {error.name}", next_step='pip install "instep[demo]"') from error
-    return demo(model, steps or 12, seed, out, json)
+        extras = "demo,ray,generation" if ray else "demo"
+        raise ConfigError(f"the demo needs {error.name}", next_step=f'pip install "instep[{extras}]"') from error
+    return demo(model, steps or 12, seed, out, json, learn)
 
 
 def set_environment(model: ModelName) -> None:

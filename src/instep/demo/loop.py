@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -24,7 +24,10 @@ EXAM_SAMPLES = 4
 NAMES = {"smollm2": "SmolLM2-135M-Instruct", "tiny": "a tiny random Qwen3"}
 
 
-def demo(name: ModelName, steps: int, seed: int, out: Path, json: bool) -> int:
+Learn = Callable[[ModelName, int, int, Path, Show], Run]
+
+
+def demo(name: ModelName, steps: int, seed: int, out: Path, json: bool, learn: Learn) -> int:
     """See `instep.demo.run`."""
     out.mkdir(parents=True, exist_ok=True)
     with terminal(out / "engine.log", stderr=json) as console, Show(console) as show, TemporaryDirectory() as scratch:

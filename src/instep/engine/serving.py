@@ -80,6 +80,9 @@ class Serving(Protocol):
     async def abort(self, request_id: str) -> None:
         """Makes `generate` answer with what it has."""
 
+    async def collective_rpc(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        """What a method of the workers' own extension returns, one answer per worker."""
+
     async def reset_prefix_cache(self) -> bool:
         """Whether it is empty now: blocks that running requests use stay."""
 

@@ -65,6 +65,10 @@ class VllmServing:
     async def abort(self, request_id: str) -> None:
         await self.llm.abort(request_id)
 
+    async def collective_rpc(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        answers: list[Any] = await self.llm.collective_rpc(method, args=tuple(arguments))
+        return answers
+
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.llm.reset_prefix_cache())
 

@@ -19,12 +19,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from instep.engine import CachePolicy
 from instep.engine.serving import KVCacheInfo, ModelDims, Serving
-from instep.errors import ConfigError, EngineLost, EngineTimeout
+from instep.errors import ConfigError, EngineTimeout
 from instep.generation.background import Background
 from instep.generation.budget import Limits
 from instep.generation.client import EngineClient
+from instep.generation.follower import CONTROL, Follower
 from instep.generation.manager import ActorStatus
 from instep.generation.parsers import Tokenizer, ToolParser
 from instep.generation.queues import Queue
@@ -33,14 +33,11 @@ from instep.generation.rollout import Harness
 from instep.generation.tools import ToolSet
 from instep.generation.types import GenerationResult, PromptId, PromptRequest
 from instep.generation.work import Settings, Work
-from instep.protocol import Method
 
 T = TypeVar("T")
-CONTROL = 60.0
-"""Seconds for a control call that touches no weights."""
 
 
-class LLMActor:
+class LLMActor(Follower):
     """
     start: makes the engine, on the actor's event loop. tokenizer: the engine's own if None.
     tool_parser: makes the parser of tool calls, given the tokenizer.
@@ -49,9 +46,11 @@ class LLMActor:
     actor_manager: an `ActorManager` or its handle: while it says so no prompt is taken.
     inflight_updates: generation goes on across an update, and every token is labelled with the weights that it came from. If False, an
         update first waits until the engine has ended the turns that it is working on, no longer than `drain_timeout` seconds.
-    max_staleness: a sample with tokens more versions behind than this when it ends is made again with the weights of that time.
+    max_staleness: a result with tokens more versions behind than this is made again, with the weights of that time. Looked at when its
+        samples have ended, and again while it waits for a full results_queue; what is in the queue is the trainer's.
     max_samples: samples at a time; if None as many as the KV cache holds, see `KVCacheInfo.samples`.
     await_weights: takes no prompt from the queue before a trainer has pushed a version. For an actor that takes a dead one's place.
+    observer: called each second with the actor's `ActorStatus`, on its event loop.
     http: answer OpenAI's interface at `url`, on a port of this host alone.
 
     Raises what `start` raises, and `EngineTimeout` where that takes longer than `start_timeout` seconds.
@@ -76,6 +75,7 @@ class LLMActor:
         max_staleness: int | None = None,
         max_samples: int | None = None,
         await_weights: bool = False,
+        observer: Callable[[ActorStatus], None] | None = None,
         http: bool = False,
         start_timeout: float = 1200.0,
     ) -> None:
@@ -89,7 +89,9 @@ class LLMActor:
         self.url: str | None = None
         self._serving: Serving | None = None
         self._background = Background(name, self._failed)
-        settings = Settings(prompt_queue, results_queue, eval_results_queue, actor_manager, max_staleness, max_samples, await_weights)
+        settings = Settings(
+            prompt_queue, results_queue, eval_results_queue, actor_manager, max_staleness, max_samples, await_weights, observer
+        )
         try:
             self._background.run(self._start(start, tokenizer, limits, tools, tool_parser, reward_config, settings, http), start_timeout)
         except BaseException as error:
@@ -157,6 +159,10 @@ class LLMActor:
         """Raises `GenerationError` where anything in the background has failed, its cause the error itself."""
         self._background.check()
 
+    def works(self) -> bool:
+        """Whether it has neither failed nor been stopped."""
+        return self._background.failure is None and not self._background.closed
+
     def status(self) -> ActorStatus:
         return self._control(self._work.astatus())
 
@@ -169,65 +175,6 @@ class LLMActor:
     def reset_prefix_cache(self) -> bool:
         """Whether it is empty now: what running requests use stays."""
         return self._control(self._started().reset_prefix_cache())
-
-    # An instep engine: what a `WeightSync` calls, from a loop of its own
-
-    async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        return await self._aside(lambda serving: serving.weights.call(method, payload))
-
-    async def pause(self, caches: CachePolicy) -> None:
-        await self._aside(lambda serving: self._pause(serving, caches))
-
-    async def resume(self) -> None:
-        await self._aside(self._resume)
-
-    async def label(self, version: str) -> None:
-        await self._aside(lambda serving: self._label(serving, version))
-
-    async def score(self, token_ids: list[int]) -> list[float]:
-        return await self._aside(lambda serving: serving.weights.score(token_ids))
-
-    async def refuse(self, reason: str | None) -> None:
-        """Turns that have not begun wait until it is mended; those under way end with `abort`."""
-        await self._aside(lambda serving: self._refuse(serving, reason))
-
-    async def _pause(self, serving: Serving, caches: CachePolicy) -> None:
-        if not self.inflight_updates:
-            await self._drain()
-        await serving.weights.pause(caches)
-
-    async def _drain(self) -> None:
-        """The engine runs meanwhile, and what runs can end: it is paused when it is empty."""
-        gate = self._client.gate
-        gate.close("update")
-        try:
-            async with asyncio.timeout(self.drain_timeout):
-                await gate.empty()
-        except TimeoutError:
-            left = gate.inside
-            gate.open("update")
-            raise EngineTimeout(
-                f"{self.name} did not end {left} turns within {self.drain_timeout:g} s",
-                next_step="it goes on with the weights it has: allow it more time, shorter turns, or inflight_updates=True",
-            ) from None
-        except BaseException:
-            gate.open("update")
-            raise
-
-    async def _resume(self, serving: Serving) -> None:
-        await serving.weights.resume()
-        self._client.gate.open("update")
-
-    async def _label(self, serving: Serving, version: str) -> None:
-        await serving.weights.label(version)
-        self._work.serves(version)
-
-    async def _refuse(self, serving: Serving, reason: str | None) -> None:
-        if reason is not None:
-            self._client.gate.close("dirty")
-        await serving.weights.refuse(reason)
-        if reason is None:
-            self._client.gate.open("dirty")
 
     # The end
 
@@ -255,18 +202,5 @@ class LLMActor:
         if hasattr(self, "_work"):
             self._work.failed()
 
-    def _started(self) -> Serving:
-        if self._serving is None or self._background.closed:
-            raise EngineLost(f"{self.name} is closed")
-        return self._serving
-
     def _control(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._background.run(coroutine, CONTROL)
-
-    async def _aside(self, call: Callable[[Serving], Awaitable[T]]) -> T:
-        serving = self._started()
-
-        async def run() -> T:
-            return await call(serving)
-
-        return await self._background.aside(run())

@@ -16,7 +16,8 @@ class ActorStatus(Struct, frozen=True, kw_only=True):
 
     version: that it serves; None before the first push. prompts: under way, from taking them to handing over their result.
     samples: that hold a place in the engine. closed: why no turn may begin now. tokens: sampled so far.
-    stale: results that were too old, and made again.
+    stale: results that were too old, and made again. lag: versions that the last result's oldest token was behind.
+    errors: samples that ended in an error, or have no score because a verifier broke.
     """
 
     name: str
@@ -28,6 +29,8 @@ class ActorStatus(Struct, frozen=True, kw_only=True):
     answered: int = 0
     tokens: int = 0
     stale: int = 0
+    lag: int = 0
+    errors: int = 0
     failure: str | None = None
 
 

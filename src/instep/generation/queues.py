@@ -6,7 +6,7 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 PATIENCE = 0.25
@@ -36,15 +36,17 @@ class Port:
         except queue.Empty:
             return None
 
-    async def put(self, item: Any) -> None:
-        """Waits as long as the queue is full. Items come out in the order in which they were put."""
+    async def put(self, item: Any, unless: Callable[[], bool]) -> bool:
+        """Waits as long as the queue is full. Items come out in the order in which they were put.
+
+        unless: asked before each attempt; where it says so, the item is not put, and False comes back.
+        """
         async with self._turn:
-            while True:
-                try:
+            while not unless():
+                with suppress(queue.Full):
                     await _to_its_end(self._put(item, True, PATIENCE))
-                    return
-                except queue.Full:
-                    continue
+                    return True
+            return False
 
     def _attempt(self, queue: Queue, method: str) -> Callable[..., Awaitable[Any]]:
         """Ray's queues have methods for asyncio, and Ray wants them used in an actor of async methods."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Settings:
     max_staleness: int | None = None
     max_samples: int | None = None
     await_weights: bool = False
+    observer: Callable[[ActorStatus], None] | None = None
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Work:
         self.unanswered: list[PromptRequest] = []
         self.history: list[str] = []
         """Versions in the order in which they were pushed."""
-        self.answered = self.tokens = self.stale = 0
+        self.answered = self.tokens = self.stale = self.lag = self.errors = 0
         self.stopping = asyncio.Event()
         self.pulling = asyncio.Event()  # set while no prompt is between the queue and `under_way`
         self.pulling.set()
@@ -114,7 +116,7 @@ class Work:
         return ActorStatus(
             name=self.name, version=self.client.version, prompts=len(self.under_way), samples=self.places.used, places=self.places.limit,
             closed=sorted(self.client.gate.closed), answered=self.answered, tokens=self.tokens, stale=self.stale,
-            failure=None if failure is None else f"{type(failure).__name__}: {failure}",
+            lag=self.lag, errors=self.errors, failure=None if failure is None else f"{type(failure).__name__}: {failure}",
         )  # fmt: skip
 
     async def drain(self) -> None:
@@ -148,8 +150,11 @@ class Work:
                 await self.serving.check()
             except Exception as error:
                 self.background.fail(error)
+            status = await self.astatus()
+            if self.settings.observer is not None:
+                self.settings.observer(status)
             if self.settings.actor_manager is not None:
-                await bounded(ask(self.settings.actor_manager, "report", await self.astatus()), ANSWER)
+                await bounded(ask(self.settings.actor_manager, "report", status), ANSWER)
             await asyncio.sleep(BEAT)
 
     async def _pull(self, inlet: Port) -> None:
@@ -201,10 +206,10 @@ class Work:
         """A prompt that came by the queue."""
         prompt = self._enter(request)
         async with self.held.taken(request.sampling.n):
-            result = await self._answer(prompt)
             port = self.train if request.id.split == "train" else self.eval
             assert port is not None
-            await port.put(result)
+            while not await port.put(result := await self._answer(prompt), lambda: self._too_old(result, prompt)):
+                self.stale += 1  # while it waited for a queue that was full
         self.under_way.pop(request.id)
 
     async def _answer(self, prompt: Prompt) -> GenerationResult:
@@ -214,7 +219,7 @@ class Work:
                 async with self.places.taken(request.sampling.n):
                     result = await answer(request, self.client, self.harness, prompt.aborted)
                 self.tokens += sum(sum(sample.mask) for sample in result.samples)
-                if prompt.aborted.is_set() or not self._too_old(result):
+                if not self._too_old(result, prompt):
                     break
                 self.stale += 1
             else:
@@ -227,11 +232,13 @@ class Work:
             raise
         result = await self.reward(result) if self.reward else result
         self.answered += 1
+        self.errors += sum(bool(sample.error or (sample.reward and sample.reward.error)) for sample in result.samples)
         return result
 
-    def _too_old(self, result: GenerationResult) -> bool:
+    def _too_old(self, result: GenerationResult, prompt: Prompt) -> bool:
+        self.lag = max(lag(sample, self.history) for sample in result.samples)
         bound = self.settings.max_staleness
-        return bound is not None and any(lag(sample, self.history) > bound for sample in result.samples)
+        return bound is not None and self.lag > bound and not prompt.aborted.is_set()
 
     def _check(self, request: PromptRequest) -> None:
         self.harness.check(request)

@@ -1,0 +1,166 @@
+"""The half of an actor that follows a trainer: a `WeightSync`, or one that sends tensors one at a time with Open Instruct's names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from instep.engine import CachePolicy
+from instep.engine.serving import Serving
+from instep.errors import EngineLost, EngineTimeout
+from instep.generation.background import Background
+from instep.generation.client import EngineClient
+from instep.generation.work import Work
+from instep.protocol import Method, Reply, Request, decode, encode
+
+T = TypeVar("T")
+CONTROL = 60.0
+"""Seconds for a control call that touches no weights."""
+MINUTES = 120.0
+"""For a group to form and for each broadcast, Open Instruct's own default."""
+
+Status = dict[str, Any]
+"""A worker's answer, see `instep.dropin.open_instruct.WorkerWrap`."""
+
+
+class Follower:
+    name: str
+    inflight_updates: bool
+    drain_timeout: float
+    _background: Background
+    _serving: Serving | None
+    _client: EngineClient
+    _work: Work
+
+    # What a `WeightSync` calls, from a loop of its own
+
+    async def call(self, method: Method, payload: bytes) -> list[bytes]:
+        return await self._aside(lambda serving: serving.weights.call(method, payload))
+
+    async def pause(self, caches: CachePolicy) -> None:
+        await self._aside(lambda serving: self._pause(serving, caches))
+
+    async def resume(self) -> None:
+        await self._aside(self._resume)
+
+    async def label(self, version: str) -> None:
+        await self._aside(lambda serving: self._label(serving, version))
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        return await self._aside(lambda serving: serving.weights.score(token_ids))
+
+    async def refuse(self, reason: str | None) -> None:
+        """Turns that have not begun wait until it is mended; those under way end with `abort`."""
+        await self._aside(lambda serving: self._refuse(serving, reason))
+
+    # Open Instruct's names: tensors wait in the workers, and the last one commits them all. The workers need the extension
+    # `instep.dropin.open_instruct.WorkerWrap`, whose errors these raise or return
+
+    def init_process_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "nccl",
+        use_ray: bool = False,
+        timeout_minutes: float = MINUTES,
+    ) -> list[Status]:
+        """The workers join the trainer's group, as ranks `rank_offset` and following."""
+        arguments = (master_address, master_port, rank_offset, world_size, group_name, backend, use_ray, timeout_minutes)
+        joining = self._started().collective_rpc("init_process_group", arguments)
+        return self._background.run(joining, timeout_minutes * 60 + CONTROL)
+
+    def update_weight(self, name: str, dtype: Any, shape: Sequence[int], empty_cache: bool = False) -> list[Status]:
+        """One tensor, from rank 0's broadcast. empty_cache: it is the last one, and all of them are committed."""
+        return self._bring("update_weight", (name, dtype, list(shape), empty_cache), last=empty_cache)
+
+    def update_weight_cuda_ipc(
+        self, name: str, dtype: Any, shape: Sequence[int], ipc_handles: dict[str, Any] | None = None, empty_cache: bool = False
+    ) -> list[Status]:
+        """One tensor, from the trainer's memory on this GPU."""
+        return self._bring("update_weight_cuda_ipc", (name, dtype, list(shape), ipc_handles, empty_cache), last=empty_cache)
+
+    def _bring(self, method: str, arguments: Sequence[Any], *, last: bool) -> list[Status]:
+        serving = self._started()
+        bringing = self._commit(serving, method, arguments) if last else serving.collective_rpc(method, arguments)
+        return self._background.run(bringing, MINUTES * 60 + self.drain_timeout + CONTROL)
+
+    async def _commit(self, serving: Serving, method: str, arguments: Sequence[Any]) -> list[Status]:
+        """Between two steps of the engine, so that no token is labelled with what it does not come from."""
+        await self._pause(serving, "keep")
+        try:
+            statuses = await serving.collective_rpc(method, arguments)
+        finally:
+            dirty = await self._dirty(serving)
+            if dirty is None:
+                await self._resume(serving)
+            await self._refuse(serving, dirty)
+        return statuses
+
+    async def _dirty(self, serving: Serving) -> str | None:
+        """What its workers say now. Labels the engine with the version that they hold, where they all hold a whole one."""
+        answers = await serving.weights.call("status", encode(Request(0, self.name)))
+        replies = [decode(answer, Reply) for answer in answers]
+        versions = {reply.version for reply in replies}
+        if len(versions) > 1 or any(reply.state == "dirty" for reply in replies):
+            return f"its workers hold parts of several versions: {', '.join(map(str, versions))}"
+        version = versions.pop()
+        if version is not None and version != self._client.version:
+            await self._label(serving, version)
+        return None
+
+    # What both do
+
+    async def _pause(self, serving: Serving, caches: CachePolicy) -> None:
+        if not self.inflight_updates:
+            await self._drain()
+        await serving.weights.pause(caches)
+
+    async def _drain(self) -> None:
+        """The engine runs meanwhile, and what runs can end: it is paused when it is empty."""
+        gate = self._client.gate
+        gate.close("update")
+        try:
+            async with asyncio.timeout(self.drain_timeout):
+                await gate.empty()
+        except TimeoutError:
+            left = gate.inside
+            gate.open("update")
+            raise EngineTimeout(
+                f"{self.name} did not end {left} turns within {self.drain_timeout:g} s",
+                next_step="it goes on with the weights it has: allow it more time, shorter turns, or inflight_updates=True",
+            ) from None
+        except BaseException:
+            gate.open("update")
+            raise
+
+    async def _resume(self, serving: Serving) -> None:
+        await serving.weights.resume()
+        self._client.gate.open("update")
+
+    async def _label(self, serving: Serving, version: str) -> None:
+        await serving.weights.label(version)
+        self._work.serves(version)
+
+    async def _refuse(self, serving: Serving, reason: str | None) -> None:
+        if reason is not None:
+            self._client.gate.close("dirty")
+        await serving.weights.refuse(reason)
+        if reason is None:
+            self._client.gate.open("dirty")
+
+    def _started(self) -> Serving:
+        if self._serving is None or self._background.closed:
+            raise EngineLost(f"{self.name} is closed")
+        return self._serving
+
+    async def _aside(self, call: Callable[[Serving], Awaitable[T]]) -> T:
+        serving = self._started()
+
+        async def run() -> T:
+            return await call(serving)
+
+        return await self._background.aside(run())

@@ -1,0 +1,167 @@
+"""Two actors on a real Ray, with a real vLLM each: prompts with tools while weights are pushed, Open Instruct's trainer, a death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dropins import free_port
+from engines import SETTINGS
+from models import PROMPTS, tiny
+from plain_tokens import Add, OnceParser, Tokens, length, trainer_logprobs
+from ray_fleet import collect, environment, once, ready, restart, until
+
+from instep import WeightSync
+from instep.generation import Label, PromptId, PromptRequest, RewardConfig, Sampling
+from instep.generation.types import GenerationResult, Sample
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'instep[ray]'")
+
+SOON = 240.0
+FAMILY = "qwen3"
+CLOSE = 0.15  # nats between bfloat16 in vLLM's kernels and in transformers', largest of all tokens
+APART = 0.5  # nats between models of two seeds, mean over tokens
+LENGTH = 24
+
+
+class Fleet:
+    def __init__(self, folder: Path) -> None:
+        from instep.generation.ray import RolloutQueues, create_vllm_engines
+
+        self.queues = RolloutQueues()
+        self.engines: list[Any] = create_vllm_engines(
+            2,
+            pretrain=str(folder),
+            enforce_eager=True,
+            max_model_len=96,
+            max_restarts=1,
+            prompt_queue=self.queues.prompts,
+            results_queue=self.queues.results,
+            engine_args={
+                "load_format": "dummy", "max_num_seqs": 16, "skip_tokenizer_init": True,
+                "worker_extension_cls": "instep.dropin.open_instruct.WorkerWrap",
+            },
+            tokenizer=Tokens(),
+            tools=[Add()],
+            tool_parser=OnceParser,
+            reward_config=RewardConfig(verifiers={"length": length}, verification_reward=1.0),
+            timeout=400.0,
+        )  # fmt: skip
+
+    def ask(self, round: int, name: int, **options: Any) -> PromptRequest:
+        sampling = {"max_tokens": LENGTH, "stop_token_ids": tuple(range(130, 150)), **options.pop("sampling", {})}
+        id = PromptId("train", round, str(name))
+        prompt = [name + 1, *PROMPTS[name % 3]]
+        return PromptRequest(id=id, prompt_token_ids=prompt, sampling=Sampling(**sampling), labels=(Label("length", 1),), **options)
+
+    def generate(self, index: int, round: int, **options: Any) -> GenerationResult:
+        result: GenerationResult = ray.get(self.engines[index].generate.remote(self.ask(round, 0, **options)), timeout=SOON)
+        return result
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoints: Callable[[str, int], Path]) -> Iterator[Fleet]:
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment(SETTINGS), logging_level="ERROR", log_to_driver=False)
+    yield Fleet(checkpoints(FAMILY, 1))
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The engines need the cores too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def gaps(models: dict[str, Any], prompt: list[int], sample: Sample) -> tuple[list[float], list[float]]:
+    """How far each token's log-probability is from what the model of its version says, and from the nearest of the other models."""
+    said = {version: trainer_logprobs(model, prompt, sample.token_ids, 1.0) for version, model in models.items()}
+    version_of = {index: span.version for span in sample.versions for index in range(span.start, span.end)}
+    own = [abs(sample.logprobs[i] - said[version][i]) for i, version in version_of.items()]
+    others = [min(abs(sample.logprobs[i] - said[other][i]) for other in models if other != version) for i, version in version_of.items()]
+    return own, others
+
+
+def test_open_instructs_trainer_brings_weights_to_the_actors(fleet: Fleet) -> None:
+    from instep.dropin.open_instruct import broadcast_weights_to_vllm, init_process_group
+
+    port = free_port()
+    joining = [
+        engine.init_process_group.remote("127.0.0.1", port, 1 + index, 3, "openrlhf", "gloo", timeout_minutes=1)
+        for index, engine in enumerate(fleet.engines)
+    ]
+    group = init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=timedelta(minutes=1), world_size=3, rank=0, group_name="openrlhf")
+    assert [[status["ok"] for status in statuses] for statuses in ray.get(joining, timeout=SOON)] == [[True], [True]]
+    for round, seed in enumerate((5, 6)):
+        model = tiny(FAMILY, seed)
+        assert broadcast_weights_to_vllm(model, fleet.engines, group, 0) == []
+        for index in range(2):
+            sample = fleet.generate(index, round).samples[0]
+            assert len({span.version for span in sample.versions}) == 1
+            assert ray.get(fleet.engines[index].status.remote(), timeout=SOON).version == sample.versions[0].version
+            own, others = gaps(
+                {sample.versions[0].version: model, "another": tiny(FAMILY, 7)}, fleet.ask(round, 0).prompt_token_ids, sample
+            )
+            assert max(own) < CLOSE
+            assert sum(others) / len(others) > APART
+    group.close()
+
+
+def test_each_prompt_is_answered_once_with_tools_on_while_weights_are_pushed(fleet: Fleet) -> None:
+    models = {"v0": tiny(FAMILY, 10)}
+    policy = tiny(FAMILY, 10)
+    with WeightSync(policy, fleet.engines) as sync:
+        sync.push("v0")
+        requests = [fleet.ask(10, name, sampling={"n": 4, "seed": name}) for name in range(64)]
+        for request in requests:
+            fleet.queues.prompts.put(request)
+        found: list[GenerationResult] = []
+        for step in range(1, 8):
+            found += collect(fleet.queues.results, 8, sync, SOON)
+            models[f"v{step}"] = tiny(FAMILY, 10 + step)
+            policy.load_state_dict(models[f"v{step}"].state_dict())
+            sync.push(f"v{step}")
+        found += collect(fleet.queues.results, 64 - len(found), sync, SOON)
+    once(found, [request.id for request in requests], 4)
+    samples = [(result.request.prompt_token_ids, sample) for result in found for sample in result.samples]
+    assert {record.outcome for _, sample in samples for record in sample.tools} <= {"ok", "excess"}
+    assert max(sample.turns for _, sample in samples) > 1
+    mixed = 0
+    for prompt, sample in samples:
+        covered = [index for span in sample.versions for index in range(span.start, span.end)]
+        assert covered == [index for index, own in enumerate(sample.mask) if own]  # spans partition the model's tokens
+        order = [int(span.version[1:]) for span in sample.versions]
+        assert order == sorted(order)
+        mixed += len(set(order)) > 1
+        own, _ = gaps({f"v{step}": models[f"v{step}"] for step in {*order, (order[-1] + 1) % 8}}, prompt, sample)
+        assert max(own) < CLOSE
+    assert mixed > 0
+
+
+def test_an_actor_that_is_killed_loses_nothing_and_comes_back_with_the_current_weights(fleet: Fleet) -> None:
+    """Last: its first engine is another one afterwards."""
+    model = tiny(FAMILY, 30)
+    with WeightSync(model, fleet.engines) as sync:
+        sync.push("w1")
+        requests = [fleet.ask(20, name, sampling={"n": 2, "ignore_eos": True}) for name in range(40)]
+        for request in requests:
+            fleet.queues.prompts.put(request)
+        found = collect(fleet.queues.results, 4, sync, SOON)
+        assert ray.get(fleet.engines[0].status.remote(), timeout=SOON).prompts > 0
+        restart(fleet.engines[0])
+        found += collect(fleet.queues.results, 36, sync, SOON)
+        once(found, [request.id for request in requests], 2)
+        assert fleet.queues.sizes().reissued > 0
+        assert {span.version for result in found for sample in result.samples for span in sample.versions} == {"w1"}
+        until(lambda: ready(fleet.engines[0]), SOON)
+        sync.catch_up()
+        sample = fleet.generate(0, 21).samples[0]
+        own, others = gaps({"w1": model, "another": tiny(FAMILY, 10)}, fleet.ask(21, 0).prompt_token_ids, sample)
+        assert max(own) < CLOSE
+        assert sum(others) / len(others) > APART
