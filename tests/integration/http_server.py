@@ -17,6 +17,8 @@ from typing import Any
 
 from engines import ARGUMENTS, SETTINGS
 
+import instep
+
 TOKEN = "never-in-a-log-" + "7" * 17
 PROGRAM = "from instep.cli import main; main()"
 READY = 240.0
@@ -45,8 +47,10 @@ class Server:
         self.model, self.log, self.token = model, log, token
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.fault = log.with_suffix(".fault")
         given = {
             "load_format": "dummy",
+            "worker_extension_cls": "told_by_file.ToldByFile",
             "enable_scale_out": True,
             **ARGUMENTS,
             "port": self.port,
@@ -57,12 +61,19 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        environment = {**os.environ, **SETTINGS, "VLLM_LOGGING_LEVEL": "DEBUG"}
+        paths = [str(Path(instep.__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, **SETTINGS, "VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment["INSTEP_TEST_FAULT"] = str(self.fault)
         environment.pop("INSTEP_TOKEN", None)
         if self.token:
             environment["INSTEP_TOKEN"] = self.token
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self.command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def inject(self, point: str, value: float) -> None:
+        """What `faulty.FaultyExtension` takes, when its worker is next asked for something. The server needs `ToldByFile`."""
+        self.fault.with_suffix(".new").write_text(json.dumps([point, value]))
+        self.fault.with_suffix(".new").rename(self.fault)
 
     def wait(self, status: int = 200, path: str = "/health") -> Server:
         """Until it answers with this status."""
@@ -98,7 +109,13 @@ class Server:
             choice = json.loads(answer.read())["choices"][0]
         spans = [span["version"] for span in choice["weight_versions"] or ()]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        return {"token_ids": choice["token_ids"], "logprobs": logprobs, "versions": spans, "finish": choice["finish_reason"]}
+        return {
+            "prompt": prompt,
+            "token_ids": choice["token_ids"],
+            "logprobs": logprobs,
+            "versions": spans,
+            "finish": choice["finish_reason"],
+        }
 
     def processes(self) -> list[int]:
         """Of its session: the server and all that it started."""

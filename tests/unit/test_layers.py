@@ -23,7 +23,10 @@ FILES = sorted(
 
 ANYWHERE = {"vllm": ("engine/vllm*.py", "receiver/*", "dropin/*"), "ray": ("generation/ray*.py", "engine/vllm.py", "dropin/ray_group.py")}
 """Files that may import a package at any place."""
-INSIDE_FUNCTIONS = {"vllm": ("bench/*", "demo/*", "cli/self_test.py"), "ray": ("dropin/torchrl/vllm_async.py", "demo/ray_loop.py")}
+INSIDE_FUNCTIONS = {
+    "vllm": ("bench/*", "demo/*", "cli/self_test.py", "cli/serve.py"),
+    "ray": ("dropin/torchrl/vllm_async.py", "demo/ray_loop.py"),
+}
 """Files that may import it inside a function: they work without it too."""
 
 HEAVY = ("torch", "vllm", "transformers", "ray", "matplotlib", "numpy")

@@ -39,6 +39,7 @@ TO_WORKERS: tuple[str, ...] = get_args(Method)
 BODIES: dict[str, Any] = {"trace": TraceRequest, "prepare": PrepareRequest, "commit": CommitRequest}
 LARGE, SMALL = 64 << 20, 1 << 20  # bytes: of a list of all tensors, of any other body
 PATIENCE = 30.0  # seconds for a body to arrive
+SHORT, LONG = 5.0, 3600.0  # seconds that a request may take, and a paused engine is left alone, whatever its trainer says
 GRACE = 1.0  # seconds in which a trainer whose connection ended may come back
 STATUS = {
     "ConfigError": 400, "PlanError": 422, "VersionConflict": 409, "EngineTimeout": 409, "TransportError": 424,
@@ -91,8 +92,10 @@ class Served:
         if method == "call":
             inner = _well_formed(arguments[1], Request)
             body = _well_formed(inner.body, BODIES.get(arguments[0], Any))
-            if isinstance(body, PrepareRequest) and 0 < body.timeout < 1e6:
-                self.endpoint.timeout = body.timeout  # a trainer that is silent for longer has left
+            if isinstance(body, TraceRequest):
+                self.endpoint.timeout = max(self.endpoint.timeout, LONG)  # nothing is paused, and the trainer has a deadline of its own
+            elif isinstance(body, PrepareRequest):
+                self.endpoint.timeout = min(max(SHORT, body.timeout), LONG)  # a trainer that is silent for longer has left
         answer = await self.endpoint.answer(method, payload)
         if method == "call" and arguments[0] == "commit" and (dirty := _dirty(answer)):
             await self.endpoint.answer("refuse", encode((dirty,)))  # its trainer may not live to say it

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
 from instep.engine.vllm_plugin import chosen
+from instep.engine.vllm_replicas import call_workers
 from instep.errors import ConfigError, EngineDirty, EngineLost
 from instep.protocol import Method
 
@@ -91,7 +92,7 @@ class AsyncVllmEngine:
         self.name = name
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        return await self._on_its_loop(self.llm.collective_rpc("instep_call", args=(method, payload)))
+        return await self._on_its_loop(call_workers(self.llm, method, payload))
 
     async def pause(self, caches: CachePolicy) -> None:
         await self._on_its_loop(self._pause(reset=caches == "reset"))
