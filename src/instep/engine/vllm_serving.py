@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from instep.engine import Engine
 from instep.engine.serving import KVCacheInfo, ModelDims, Sampled
 from instep.engine.vllm import EXTENSION, AsyncVllmEngine
 from instep.errors import ConfigError, EngineDirty, EngineLost, GenerationError
@@ -40,7 +41,7 @@ class VllmServing:
     def __init__(self, llm: Any, model: str) -> None:
         self.llm = llm
         self.model = model
-        self.weights = AsyncVllmEngine(llm)
+        self.weights: Engine = AsyncVllmEngine(llm)
         self.tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
         self.kv_cache = _kv_cache(llm.vllm_config)
         self.dims = _dims(llm.vllm_config)
