@@ -91,8 +91,10 @@ def test_demo_hands_its_flags_on_and_returns_the_exit_code(monkeypatch: pytest.M
         return 3
 
     monkeypatch.setattr("instep.cli.demo.run", fake)
-    monkeypatch.setattr(sys, "argv", ["instep", "demo", "--model", "tiny", "--steps", "2", "--seed", "7", "--out", "results", "--json"])
+    monkeypatch.setattr(
+        sys, "argv", ["instep", "demo", "--model", "tiny", "--steps", "2", "--seed", "7", "--out", "results", "--json", "--ray"]
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 3
-    assert seen == ["tiny", 2, 7, Path("results"), True]
+    assert seen == ["tiny", 2, 7, Path("results"), True, True]
