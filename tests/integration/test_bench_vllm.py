@@ -29,3 +29,15 @@ def test_every_way_brings_the_trainers_weights_into_vllm(tmp_path: Path) -> None
     assert found["notes"] == []
     assert found["setting"]["versions"]["vllm"]
     assert json.loads((tmp_path / "cpu-tiny.json").read_text()) == found
+
+
+def test_an_actors_tokens_a_second_are_measured_beside_the_bare_engines(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "instep.bench.generation", "--shapes", "tiny", "--repeats", "1", "--out", tmp_path]
+    done = subprocess.run(command, env={**os.environ, **SETTINGS, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "cpu-generation-tiny.json").read_text())
+    runs = {run["way"]: run for run in found["runs"]}
+    assert list(runs) == ["AsyncLLM", "actor", "actor, a push every 5 s"]
+    assert {run["tokens"] for run in runs.values()} == {found["requests"] * 4 * 64}
+    assert runs["actor, a push every 5 s"]["pushes"] > 0
+    assert "% of AsyncLLM" in done.stdout

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from instep.engine import Engine
 from instep.engine.serving import KVCacheInfo, ModelDims, Sampled
 from instep.engine.vllm import EXTENSION, AsyncVllmEngine
 from instep.errors import ConfigError, EngineDirty, EngineLost, GenerationError
@@ -15,6 +16,8 @@ FORCED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: a trainer divides by the temperature too
     "generation_config": "vllm",  # a model's own would change temperature and length of requests that do not say
 }
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""How chats are written for a tokenizer without a template, by the HTTP app: contents one after the other."""
 DEFAULTS: dict[str, Any] = {"worker_extension_cls": EXTENSION, "disable_log_stats": True}
 
 
@@ -38,7 +41,7 @@ class VllmServing:
     def __init__(self, llm: Any, model: str) -> None:
         self.llm = llm
         self.model = model
-        self.weights = AsyncVllmEngine(llm)
+        self.weights: Engine = AsyncVllmEngine(llm)
         self.tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
         self.kv_cache = _kv_cache(llm.vllm_config)
         self.dims = _dims(llm.vllm_config)
@@ -84,7 +87,7 @@ class VllmServing:
             from vllm.entrypoints.launchers.app import build_app
         except ImportError:  # vLLM before 0.28
             from vllm.entrypoints.openai.api_server import build_app, init_app_state
-        args = _server_arguments(self.model)
+        args = _server_arguments(self.model, template_for(self.tokenizer))
         tasks = await self.llm.get_supported_tasks()
         app = build_app(args, tasks, self.llm.model_config)
         await init_app_state(self.llm, app.state, args, tasks)
@@ -136,7 +139,12 @@ def _dims(config: Any) -> ModelDims:
     )
 
 
-def _server_arguments(model: str) -> Namespace:
+def template_for(tokenizer: Any) -> str | None:
+    """None where the tokenizer has one of its own, and where there is none."""
+    return None if tokenizer is None or getattr(tokenizer, "chat_template", None) else PLAIN_TEMPLATE
+
+
+def _server_arguments(model: str, template: str | None) -> Namespace:
     """What `vllm serve MODEL` would have."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -145,6 +153,7 @@ def _server_arguments(model: str) -> Namespace:
     except ImportError:  # vLLM before 0.28
         from vllm.entrypoints.openai.cli_args import make_arg_parser
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, "--disable-fastapi-docs"])
+    args.chat_template = template
     return args
 
 

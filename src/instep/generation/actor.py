@@ -51,7 +51,8 @@ class LLMActor(Follower):
     max_samples: samples at a time; if None as many as the KV cache holds, see `KVCacheInfo.samples`.
     await_weights: takes no prompt from the queue before a trainer has pushed a version. For an actor that takes a dead one's place.
     observer: called each second with the actor's `ActorStatus`, on its event loop.
-    http: answer OpenAI's interface at `url`, on a port of this host alone.
+    http: answer OpenAI's interface at `url`, on a port of this host alone. Chats of a tokenizer without a template are their contents, one
+        after the other.
 
     Raises what `start` raises, and `EngineTimeout` where that takes longer than `start_timeout` seconds.
     """
