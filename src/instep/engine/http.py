@@ -27,6 +27,7 @@ REPEATABLE = ("hello", "trace", "prepare", "ready", "status", "abort")
 ASKING = ("hello", "status", "score")
 ATTEMPTS, AGAIN = 3, 0.1  # seconds before the second attempt; three times as long before the third
 CONNECT = 5.0  # seconds
+KEPT = 2.0  # seconds that an idle connection is kept: servers close theirs after 5, and a request must not meet that
 
 
 def adapt(obj: Any) -> Engine | None:
@@ -63,6 +64,7 @@ class HttpRpc:
             base_url=url.rstrip("/") + PREFIX,
             headers={"content-type": MSGPACK.decode(), **({"authorization": f"Bearer {token}"} if token else {})},
             timeout=httpx.Timeout(None, connect=CONNECT),  # how long an answer may take is the caller's affair
+            limits=httpx.Limits(keepalive_expiry=KEPT),
             trust_env=not local,
             transport=transport,
         )
