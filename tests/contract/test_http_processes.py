@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from memory_server import HERE, TOKEN, Process
 from toys import attention
@@ -223,8 +224,6 @@ def test_generation_loses_no_request_while_fifty_versions_arrive(server: Process
             seen.append(answer.raise_for_status().json()["version"])
 
     async def main() -> None:
-        import httpx
-
         done = asyncio.Event()
         with WeightSync(weights, [engine(server)]) as sync:
             await sync.apush("0")
