@@ -73,6 +73,8 @@ class Served:
         self.engine, self.token = engine, token
         self.endpoint = Endpoint(engine, timeout)
         self.once = Once()
+        self.trainer: str | None = None
+        """The client that last prepared a version: the one whose end matters."""
         self.waiting: str | None = None
         """Why it is not ready yet."""
         self.closed: str | None = None
@@ -145,6 +147,7 @@ class Control:
                 raise Refused(405, f"{scope['method']} {route}: control requests are POST", allow="POST")
             call = await _read(route, headers, receive)
             task = self._run(served, route, call)
+            served.trainer = call.client if route == "prepare" else served.trainer
             answer = await _watched(served, call, task, receive)
             await _send(send, _status(answer), MSGPACK, answer)
         except Refused as refused:
@@ -213,7 +216,7 @@ async def _watched(served: Served, call: Call, task: asyncio.Task[bytes], receiv
         if not task.done():
             await asyncio.wait((task,))
             await asyncio.sleep(GRACE)
-            if served.once.latest(call.client) == call.number:
+            if call.client == served.trainer and call.number == served.once.latest(call.client):
                 logger.warning("%s: the trainer's connection ended within a request", served.engine.name)
                 await served.endpoint.answer(GONE, b"")
         return task.result()
