@@ -19,6 +19,7 @@ from instep.protocol import DigestRequest, Held, Part, Region, TensorMeta
 from instep.source import Source, open_source, unchanged
 
 BATCH = 256 << 20  # bytes of tensors that workers read back in one call: the engine's next step waits for it
+UNPROVED = "; no push has shown yet that the engine keeps this layer as the checkpoint has it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,5 @@ def _difference(meta: TensorMeta, value: torch.Tensor, parts: Sequence[Part]) ->
     wanted = digest(value.to(getattr(torch, stored.dtype)), stored)
     if total == wanted:
         return None, True
-    unproved = (
-        "" if all(part.proved for part in parts) else "; no push has shown yet that the engine keeps this layer as the checkpoint has it"
-    )
+    unproved = "" if all(part.proved for part in parts) else UNPROVED
     return f"digest {total:016x}, the checkpoint's is {wanted:016x}{unproved}", True
