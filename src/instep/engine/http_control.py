@@ -23,8 +23,10 @@ import msgspec
 from instep.engine import Engine
 from instep.engine.http_once import Once, Stale
 from instep.engine.http_token import bearer
+from instep.engine.observed import Observed
 from instep.engine.rpc import ARGUMENTS, GONE, LATE_THERE, Endpoint, Outcome
 from instep.errors import InstepError
+from instep.metrics import Metrics
 from instep.protocol import (
     CommitRequest,
     DigestRequest,
@@ -79,11 +81,12 @@ class Refused(Exception):
 
 
 class Served:
-    """One engine behind a server. token: None where every caller may do everything, as the server listens on the loopback alone."""
+    """One engine behind a server. token: None where every caller may do everything, as the server listens on the loopback alone.
+    metrics: where what its pushes took is counted."""
 
-    def __init__(self, engine: Engine, token: str | None, timeout: float = 60.0) -> None:
-        self.engine, self.token = engine, token
-        self.endpoint = Endpoint(engine, timeout)
+    def __init__(self, engine: Engine, token: str | None, timeout: float = 60.0, metrics: Metrics | None = None) -> None:
+        self.engine, self.token = Observed(engine, metrics), token
+        self.endpoint = Endpoint(self.engine, timeout)
         self.once = Once()
         self.waiting: str | None = None
         """Why it is not ready yet."""
@@ -124,6 +127,8 @@ class Served:
             "versions": sorted({reply.version or "" for reply in replies}),
             "paused": self.endpoint.paused,
             "refuses": self.refusal,
+            "lag": len(self.engine.lag),
+            "last_pause": self.engine.last_pause,
             "workers": [msgspec.to_builtins(decode(reply.body, Identity)) for reply in replies if reply.fault is None],
         }
 
