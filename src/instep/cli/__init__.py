@@ -31,6 +31,10 @@ def app() -> App:
     root.command("instep.cli.doctor:doctor", name="doctor", help="What this machine has, and what to do about what it lacks.")
     root.command("instep.cli.plan:plan", name="plan", help="Which way each layer of a model takes into vLLM, and why.")
     root.command("instep.cli.serve:serve", name="serve", help="vLLM's server for a model, which trainers can push to.")
+    root.command("instep.cli.push:push", name="push", help="A checkpoint into servers that are running.")
+    root.command("instep.cli.status:status", name="status", help="What each server's engine serves, how far it is behind, what went wrong.")
+    root.command("instep.cli.watch:watch", name="watch", help="The same, live.")
+    root.command("instep.cli.verify:verify", name="verify", help="Whether servers hold the weights of a checkpoint.")
     root.command("instep.cli.bench:bench", name="bench", help="Pushes beside vLLM's own ways and the limits of this machine.")
     return root
 

@@ -1,0 +1,264 @@
+"""`push`, `verify`, `status` and `watch` against servers on the loopback, as a stranger would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback_server import MemoryServer
+from safetensors.torch import save_file
+from toys import Checkpoint, checkpoint
+
+from instep import cli
+
+START, NEXT = checkpoint(0, layers=1), checkpoint(1, layers=1)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("INSTEP_TOKEN", "INSTEP_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., MemoryServer]]:
+    started: list[MemoryServer] = []
+
+    def begin(weights: Checkpoint = START, **arguments: Any) -> MemoryServer:
+        started.append(MemoryServer(weights, **arguments))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+def server(start: Callable[..., MemoryServer]) -> MemoryServer:
+    return start()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return saved(NEXT, tmp_path / "step-1")
+
+
+def saved(weights: Checkpoint, folder: Path) -> Path:
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Exit code, stdout and stderr of a command, run in this process."""
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["instep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        output = capfd.readouterr()
+        return int(ended.value.code or 0), output.out, output.err
+
+    return command
+
+
+def stranger(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from instep.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "NO_COLOR": "1"})
+
+
+def test_a_stranger_pushes_a_directory_and_asks_what_came_of_it(server: MemoryServer, folder: Path) -> None:
+    before = stranger("verify", folder, "--engine", server.url, "--json")
+    assert (before.returncode, json.loads(before.stdout)["engines"][0]["result"]) == (4, "differs")
+    pushed = stranger("push", folder, "--engine", server.url, "--json")
+    assert pushed.returncode == 0, pushed.stderr
+    receipt = json.loads(pushed.stdout)
+    assert (receipt["version"], receipt["tensors"], receipt["transport"]) == ("step-1", len(NEXT), "shm")
+    assert server.engine.version == "step-1"
+    after = stranger("verify", folder, "--engine", server.url, "--json")
+    assert (after.returncode, json.loads(after.stdout)["engines"][0]["equal"]) == (0, len(NEXT))
+    status = stranger("status", server.url, "--json")
+    (row,) = json.loads(status.stdout)["engines"]
+    assert (status.returncode, row["engine"], row["version"], row["state"], row["lag"]) == (0, server.name, "step-1", "serving", 0)
+    assert row["last_pause"] > 0
+
+
+def test_every_choice_of_a_push_is_one_line_with_its_reason(server: MemoryServer, tmp_path: Path, run: Run) -> None:
+    wide = saved({name: tensor.float() for name, tensor in NEXT.items()}, tmp_path / "wide")
+    code, out, err = run("push", wide, "--engine", server.url)
+    assert code == 0
+    assert out.startswith("wide: 0 MB in")
+    lines = err.splitlines()
+    assert "version wide: the name of the directory, as --version does not say another" in lines
+    assert "timeout 60 s for each phase: 60, and one for every 100 MB" in lines
+    assert f"cast: {len(NEXT)} tensors rounded from float32 to bfloat16, which the engine stores" in lines
+    assert any(line.startswith("transport shm: not ipc, because ") for line in lines)
+    assert len(lines) == 4
+
+
+def test_what_was_asked_for_is_taken(server: MemoryServer, folder: Path, run: Run) -> None:
+    code, out, err = run("push", folder, "--engine", server.url, "--version", "mine", "--transport", "shm", "--json")
+    assert (code, json.loads(out)["version"]) == (0, "mine")
+    assert "transport shm: it was asked for" in err
+    assert "--version" not in err
+
+
+def test_two_servers_take_a_version_together(start: Callable[..., MemoryServer], folder: Path, run: Run) -> None:
+    one, two = start(), start(tp=2)
+    code, out, _ = run("push", folder, "--engine", one.url, two.url, "--json")
+    assert code == 0
+    assert [engine["engine"] for engine in json.loads(out)["engines"]] == [one.name, two.name]
+    assert (one.engine.version, two.engine.version) == ("step-1", "step-1")
+    code, out, _ = run("status", one.url, two.url)
+    assert code == 0
+    assert [line.split()[:4] for line in out.splitlines()[1:]] == [
+        [one.name, "step-1", "0", "serving"],
+        [two.name, "step-1", "0", "serving"],
+    ]
+
+
+def test_a_push_that_reaches_some_ends_with_3(start: Callable[..., MemoryServer], folder: Path, run: Run) -> None:
+    good, bad = start(), start()
+    bad.engine.inject("prepare")
+    code, out, _ = run("push", folder, "--engine", good.url, "--engine", bad.url, "--require", "any", "--json")
+    receipt = json.loads(out)
+    assert code == 3
+    assert [engine["engine"] for engine in receipt["engines"]] == [good.name]
+    assert [(state["engine"], state["phase"]) for state in receipt["failed"]] == [(bad.name, "prepare")]
+
+
+def test_a_push_that_one_fails_reaches_none_and_ends_with_1(start: Callable[..., MemoryServer], folder: Path, run: Run) -> None:
+    good, bad = start(), start()
+    bad.engine.inject("prepare")
+    code, out, err = run("push", folder, "--engine", good.url, bad.url)
+    assert (code, out) == (1, "")
+    for name in (good.name, bad.name):
+        assert f"{name}: " in err
+    assert "next: " in err
+    assert "Traceback" not in err
+    assert good.engine.version is None
+
+
+def test_bytes_that_differ_on_the_way_end_with_4(server: MemoryServer, folder: Path, run: Run) -> None:
+    server.engine.inject("digest")
+    code, out, err = run("push", folder, "--engine", server.url)
+    assert (code, out) == (4, "")
+    assert "DigestMismatch" in err
+    assert "still serves its own first weights" in err
+
+
+def test_a_version_of_other_bytes_is_refused(server: MemoryServer, folder: Path, tmp_path: Path, run: Run) -> None:
+    assert run("push", folder, "--engine", server.url, "--version", "v1")[0] == 0
+    other = saved(checkpoint(2, layers=1), tmp_path / "other")
+    code, out, err = run("push", other, "--engine", server.url, "--version", "v1")
+    assert (code, out) == (1, "")
+    assert "VersionConflict" in err
+    assert run("push", folder, "--engine", server.url, "--version", "v1")[0] == 0  # the same bytes may come again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such-model", "--engine", "http://127.0.0.1:9"], "no model of that name can be had from the Hub"),
+        (["{empty}", "--engine", "http://127.0.0.1:9"], "no .safetensors file in"),
+        (["{folder}", "--engine", "127.0.0.1:9"], "an engine's URL is like http://host:8000"),
+        (["{folder}", "--engine", "http://user:secret@127.0.0.1:9"], "must not hold a password"),
+        (["{folder}", "--engine", "http://127.0.0.1:9"], "cannot be reached"),
+        (["{folder}", "--engine", "http://127.0.0.1:9", "--canary"], "--canary needs the model in transformers"),
+    ],
+)
+@pytest.mark.parametrize("command", ["push", "verify"])
+def test_what_cannot_work_is_an_error_in_words(
+    command: str, arguments: list[str], message: str, folder: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").mkdir()
+    given = [argument.format(folder=folder, empty=tmp_path / "empty") for argument in arguments]
+    code, out, err = run(command, *given)
+    assert code == 1
+    assert message in out + err
+    assert "Traceback" not in err
+    assert "secret" not in out + err
+
+
+def test_a_label_that_is_none_is_refused(server: MemoryServer, folder: Path, run: Run) -> None:
+    code, out, err = run("push", folder, "--engine", server.url, "--version", "a b")
+    assert (code, out) == (1, "")
+    assert "a version is a string" in err
+
+
+def test_a_hub_id_is_taken_from_the_cache(
+    server: MemoryServer, folder: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revision = "a" * 40
+    repository = tmp_path / "hub" / "models--someone--something"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    (repository / "snapshots").mkdir()
+    folder.rename(repository / "snapshots" / revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    code, out, err = run("push", "someone/something", "--engine", server.url, "--json")
+    assert (code, json.loads(out or "{}").get("version")) == (0, revision), err
+
+
+def test_verify_names_what_differs(server: MemoryServer, folder: Path, run: Run) -> None:
+    assert run("push", folder, "--engine", server.url)[0] == 0
+    server.engine.hosts[0].model.get_parameter("model.norm.weight")[0] += 1
+    code, out, err = run("verify", folder, "--engine", server.url)
+    assert (code, err) == (4, "")
+    assert f"(step-1): differs: {len(NEXT) - 1} tensors equal" in out
+    assert "  differs: model.norm.weight: digest " in out
+
+
+def test_verify_goes_on_past_a_server_that_does_not_answer(server: MemoryServer, folder: Path, run: Run) -> None:
+    assert run("push", folder, "--engine", server.url)[0] == 0
+    code, out, _ = run("verify", folder, "--engine", "http://127.0.0.1:9", server.url, "--json")
+    assert code == 3
+    assert [engine["result"] for engine in json.loads(out)["engines"]] == ["failed", "equal"]
+
+
+def test_status_tells_a_dirty_engine_a_wrong_token_and_nobody_apart(start: Callable[..., MemoryServer], folder: Path, run: Run) -> None:
+    dirty, closed = start(), start(token="x" * 20)
+    dirty.engine.inject("tensor", tensor=3)
+    assert run("push", folder, "--engine", dirty.url)[0] == 1
+    code, out, err = run("status", dirty.url, closed.url, "http://127.0.0.1:9", "--json")
+    assert (code, err) == (1, "")
+    first, second, third = json.loads(out)["engines"]
+    assert (first["state"], first["version"], first["lag"]) == ("dirty", None, 1)
+    assert "told to fail at tensor 3" in first["last_error"]
+    assert second["state"] == third["state"] == "unreachable"
+    assert "token" in second["last_error"]
+    assert "Connect" in third["last_error"]
+
+
+def test_status_of_some_ends_with_3(server: MemoryServer, run: Run) -> None:
+    code, out, _ = run("status", server.url, "http://127.0.0.1:9")
+    assert code == 3
+    assert "its own first weights" in out
+
+
+def test_the_token_reaches_the_server_and_no_output(
+    start: Callable[..., MemoryServer], folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "never-shown-" + "3" * 10
+    server = start(token=token)
+    code, out, err = run("push", folder, "--engine", server.url)
+    assert (code, out) == (1, "")
+    assert "INSTEP_TOKEN" in err
+    monkeypatch.setenv("INSTEP_TOKEN", token)
+    said = ""
+    for command in (["push", folder, "--engine", server.url], ["verify", folder, "--engine", server.url], ["status", server.url]):
+        code, out, err = run(*command)
+        assert code == 0, err
+        said += out + err
+    assert token not in said
