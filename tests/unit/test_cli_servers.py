@@ -77,19 +77,27 @@ def stranger(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_stranger_pushes_a_directory_and_asks_what_came_of_it(server: MemoryServer, folder: Path) -> None:
-    before = stranger("verify", folder, "--engine", server.url, "--json")
-    assert (before.returncode, json.loads(before.stdout)["engines"][0]["result"]) == (4, "differs")
     pushed = stranger("push", folder, "--engine", server.url, "--json")
     assert pushed.returncode == 0, pushed.stderr
     receipt = json.loads(pushed.stdout)
     assert (receipt["version"], receipt["tensors"], receipt["transport"]) == ("step-1", len(NEXT), "shm")
     assert server.engine.version == "step-1"
-    after = stranger("verify", folder, "--engine", server.url, "--json")
-    assert (after.returncode, json.loads(after.stdout)["engines"][0]["equal"]) == (0, len(NEXT))
     status = stranger("status", server.url, "--json")
     (row,) = json.loads(status.stdout)["engines"]
     assert (status.returncode, row["engine"], row["version"], row["state"], row["lag"]) == (0, server.name, "step-1", "serving", 0)
     assert row["last_pause"] > 0
+
+
+def test_a_push_makes_of_an_engine_that_differs_one_that_is_equal(server: MemoryServer, folder: Path, run: Run) -> None:
+    found = []
+    for command in ("verify", "push", "verify"):
+        code, out, err = run(command, folder, "--engine", server.url, "--json")
+        assert (command == "push") == bool(err)
+        found.append((code, json.loads(out)))
+    assert [code for code, _ in found] == [4, 0, 0]
+    before, _, after = (result for _, result in found)
+    assert (before["engines"][0]["result"], len(before["engines"][0]["differing"])) == ("differs", len(NEXT))
+    assert (after["engines"][0]["result"], after["engines"][0]["equal"]) == ("equal", len(NEXT))
 
 
 def test_every_choice_of_a_push_is_one_line_with_its_reason(server: MemoryServer, tmp_path: Path, run: Run) -> None:

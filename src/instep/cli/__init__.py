@@ -1,6 +1,6 @@
 """The `instep` command. Only this file and cyclopts are read for `instep --help`; a command's own file is imported when it runs.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a push reached some of the engines, 4 digests differ.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done (some of the engines), 4 digests differ.
 With `--json` the result alone is on stdout; everything else goes to stderr.
 """
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cyclopts import App
 
 FAILED, PARTLY, DIGESTS_DIFFER = 1, 3, 4
+EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done, 4 digests differ. With --json the result alone is on stdout."
 
 
 def app() -> App:
@@ -24,6 +25,7 @@ def app() -> App:
     root = App(
         name="instep",
         help="Keep LLM inference engines in step with a trainer's weights.",
+        help_epilogue=EXIT_CODES,
         default_parameter=Parameter(negative=()),
         result_action="return_value",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,7 @@ def keys() -> Iterator[Pressed]:
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select([descriptor], [], [], seconds)
-        return sys.stdin.read(1) if ready else ""
+        return os.read(descriptor, 1).decode(errors="replace") if ready else ""  # not through a buffer, which `select` does not see
 
     try:
         tty.setcbreak(descriptor)
