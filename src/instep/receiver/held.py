@@ -54,9 +54,9 @@ def _by_tensor(plan: WorkerPlan, metas: Mapping[str, TensorMeta], names: set[str
 def _unreadable(param: ParamMeta, live: torch.Tensor | None, plan: WorkerPlan, applier: Applier | None) -> str | None:
     if param.layer in plan.reload_only:
         return COMPUTED
-    packed = applier is not None and (param.layer in applier.rebuild or "is not stored as" in applier.reload.get(param.layer, ""))
+    other = applier is not None and "is not stored as" in applier.reload.get(param.layer, "")
     fits = live is not None and tuple(live.shape) == param.shape and str(live.dtype) == f"torch.{param.dtype}" and live.is_contiguous()
-    return OTHER_LAYOUT.format(param.name) if packed or not fits else None
+    return OTHER_LAYOUT.format(param.name) if other or not fits else None
 
 
 def _sum(meta: TensorMeta, live: torch.Tensor, routes: Sequence[Route]) -> int:
