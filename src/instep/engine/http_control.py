@@ -85,8 +85,8 @@ class Served:
     metrics: where what its pushes took is counted."""
 
     def __init__(self, engine: Engine, token: str | None, timeout: float = 60.0, metrics: Metrics | None = None) -> None:
-        self.engine, self.token = Observed(engine, metrics), token
-        self.endpoint = Endpoint(self.engine, timeout)
+        self.engine, self.token, self.seen = engine, token, Observed(engine, metrics)
+        self.endpoint = Endpoint(self.seen, timeout)
         self.once = Once()
         self.waiting: str | None = None
         """Why it is not ready yet."""
@@ -127,8 +127,8 @@ class Served:
             "versions": sorted({reply.version or "" for reply in replies}),
             "paused": self.endpoint.paused,
             "refuses": self.refusal,
-            "lag": len(self.engine.lag),
-            "last_pause": self.engine.last_pause,
+            "lag": len(self.seen.lag),
+            "last_pause": self.seen.last_pause,
             "workers": [msgspec.to_builtins(decode(reply.body, Identity)) for reply in replies if reply.fault is None],
         }
 
