@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +250,33 @@ def test_status_tells_a_dirty_engine_a_wrong_token_and_nobody_apart(start: Calla
     assert second["state"] == third["state"] == "unreachable"
     assert "token" in second["last_error"]
     assert "Connect" in third["last_error"]
+
+
+def test_status_waits_for_nobody_longer_than_its_deadline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.cli.server_status.DEADLINE", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code, out, _ = run("status", f"http://127.0.0.1:{silent.getsockname()[1]}", "--json")
+    (row,) = json.loads(out)["engines"]
+    assert (code, row["state"], row["last_error"]) == (1, "unreachable", "no answer within 0.3 s")
+
+
+def test_status_of_an_engine_that_died_behind_its_server(server: MemoryServer, run: Run) -> None:
+    server.engine.dead = True
+    code, out, _ = run("status", server.url, "--json")
+    (row,) = json.loads(out)["engines"]
+    assert (code, row["state"], row["last_error"]) == (1, "unreachable", "memory is dead")
+
+
+def test_status_of_a_server_without_instep(run: Run) -> None:
+    class Ordinary(BaseHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ordinary) as ordinary:
+        threading.Thread(target=ordinary.serve_forever, daemon=True).start()
+        code, out, _ = run("status", f"http://127.0.0.1:{ordinary.server_port}")
+        ordinary.shutdown()
+    assert code == 1
+    assert "it has no instep routes, start it with `instep serve`" in out
 
 
 def test_status_of_some_ends_with_3(server: MemoryServer, run: Run) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cyclopts import App
 
 FAILED, PARTLY, DIGESTS_DIFFER = 1, 3, 4
+INTERRUPTED = 130  # as shells have it
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done, 4 digests differ. With --json the result alone is on stdout."
 
 
@@ -62,3 +63,5 @@ def main() -> None:
     except InstepError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

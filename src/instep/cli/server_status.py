@@ -60,7 +60,7 @@ async def _row(url: str, name: str, local: bool, token: str | None) -> Row:
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        async with asyncio.timeout(DEADLINE), httpx.AsyncClient(trust_env=not local, timeout=DEADLINE) as client:
+        async with asyncio.timeout(DEADLINE), httpx.AsyncClient(trust_env=not local, timeout=None) as client:
             response = await client.get(url.rstrip("/") + PATH, headers=headers)
         said = response.json()
     except TimeoutError:
