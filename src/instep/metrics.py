@@ -57,14 +57,16 @@ class Lag:
     """Versions begun since the one that an engine serves. A version that is tried again counts once."""
 
     def __init__(self) -> None:
+        self.served: str | None = None
         self.begun: list[str] = []
 
     def __len__(self) -> int:
         return len(self.begun)
 
     def begin(self, version: str) -> None:
-        if version not in self.begun:
+        if version not in (self.served, *self.begun):
             self.begun.append(version)
 
     def serve(self, version: str) -> None:
+        self.served = version
         self.begun = self.begun[self.begun.index(version) + 1 :] if version in self.begun else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -91,6 +92,44 @@ def test_a_push_that_failed_elsewhere_was_aborted_here(served: Served, registry:
     assert registry.get_sample_value("instep_version_lag", {"engine": "memory"}) == 1
 
 
+def test_a_second_trainer_that_is_turned_away_changes_nothing(served: Served, registry: CollectorRegistry) -> None:
+    """Its version is none for this engine, and the first trainer's push is still counted when it ends."""
+    asked = asgi_engine(served)
+    with WeightSync(NEXT, [asked]) as first, WeightSync(START, [asgi_engine(served)]) as second:
+        first.push("v1")
+
+        async def both() -> None:
+            call = served.engine.call
+
+            async def between(method: Any, payload: bytes) -> Any:
+                if method == "commit":
+                    served.engine.call = call  # type: ignore[method-assign]
+                    with pytest.raises(InstepError, match="another trainer is pushing"):
+                        await second.apush("mine")
+                return await call(method, payload)
+
+            served.engine.call = between  # type: ignore[method-assign]
+            await first.apush("v2")
+
+        asyncio.run(both())
+    assert syncs(registry) == {"ok": 2}
+    assert status(served)["lag"] == 0
+
+
+def test_a_worker_that_is_silent_is_counted(served: Served, engine: MemoryEngine, registry: CollectorRegistry) -> None:
+    with WeightSync(NEXT, [asgi_engine(served)], timeout=20) as trainer:
+        trainer.push("v1")
+        served.endpoint.timeout = trainer._session.fleet.members[0].timeout = 0.5
+        engine.inject("prepare", "hang")
+        with pytest.raises(InstepError):
+            trainer.push("v2")
+    deadline = time.monotonic() + 20
+    while syncs(registry) != {"ok": 1, "EngineTimeout": 1}:  # the server gives up a moment after its trainer
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert status(served)["lag"] == 1
+
+
 def test_without_metrics_the_status_is_the_same(engine: MemoryEngine) -> None:
     served = Served(engine, TOKEN)
     with sync(served) as trainer:
@@ -104,6 +143,8 @@ def test_lag_counts_a_version_that_is_tried_again_once() -> None:
         lag.begin(version)
     assert len(lag) == 3
     lag.serve("b")
+    assert lag.begun == ["c"]
+    lag.begin("b")
     assert lag.begun == ["c"]
     lag.serve("from another trainer")
     assert len(lag) == 0
