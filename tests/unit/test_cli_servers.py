@@ -159,6 +159,14 @@ def test_a_push_that_one_fails_reaches_none_and_ends_with_1(start: Callable[...,
     assert good.engine.version is None
 
 
+def test_a_failure_is_told_once_with_what_a_command_line_can_do(server: MemoryServer, folder: Path, run: Run) -> None:
+    server.engine.inject("commit", "die")
+    code, out, err = run("push", folder, "--engine", server.url)
+    assert (code, out) == (1, "")
+    assert len([line for line in err.splitlines() if "died in commit" in line and not line.startswith("  ")]) == 1
+    assert err.splitlines()[-1] == "  next: `instep status URL` says what each server serves: restart those that are gone, then push again"
+
+
 def test_bytes_that_differ_on_the_way_end_with_4(server: MemoryServer, folder: Path, run: Run) -> None:
     server.engine.inject("digest")
     code, out, err = run("push", folder, "--engine", server.url)

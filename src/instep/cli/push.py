@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
@@ -13,8 +16,10 @@ from instep import WeightSync
 from instep.cli import PARTLY
 from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, found, version_of
 from instep.config import Require, TransportName
+from instep.errors import InstepError
 from instep.telemetry import progress_bar
 
+AGAIN = "`instep status URL` says what each server serves: restart those that are gone, then push again"
 SECONDS, BYTES_A_SECOND = 60.0, 100e6
 
 
@@ -71,12 +76,25 @@ def push(
         canary_bound=CANARY_BOUND,
         sinks=[progress_bar()],
     ) as sync:
-        receipt = sync.push(version)
+        with spoken():
+            receipt = sync.push(version)
         for line in casts(sync):
             say(line)
     say(f"transport {receipt.transport}: " + (receipt.why or ("it was asked for" if transport != "auto" else "the fastest")))
     print(msgspec.json.encode(receipt.as_dict()).decode() if json else receipt)
     return PARTLY if receipt.failed else 0
+
+
+@contextmanager
+def spoken() -> Iterator[None]:
+    """An error is told once, by whoever catches it, and with what a command line can do about it."""
+    logging.getLogger("instep").addHandler(logging.NullHandler())
+    try:
+        yield
+    except InstepError as error:
+        if "sync." in (error.next_step or ""):
+            error.next_step = AGAIN
+        raise
 
 
 def casts(sync: WeightSync) -> list[str]:

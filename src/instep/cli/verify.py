@@ -80,13 +80,13 @@ def exit_code(results: Sequence[Verified | InstepError]) -> int:
 
 def as_dict(name: str, result: Verified | InstepError) -> dict[str, Any]:
     if isinstance(result, InstepError):
-        return {"engine": name, "result": "failed", "error": f"{type(result).__name__}: {result}"}
+        return {"engine": name, "result": "failed", "error": f"{type(result).__name__}: {result.args[0]}"}
     return asdict(result) | {"result": word(result)}
 
 
 def lines(name: str, result: Verified | InstepError) -> list[str]:
     if isinstance(result, InstepError):
-        return [f"{name}: failed: {type(result).__name__}: {result}"]
+        return [f"{name}: failed: {type(result).__name__}: {result.args[0]}"]
     label = "DIRTY" if result.dirty else result.version or "its own first weights"
     text = f"{result.engine} ({label}): {word(result)}: {result.equal} tensors equal ({result.nbytes / 1e6:.1f} MB)"
     text += f", {len(result.differing)} differ, {len(result.unread)} cannot be read back"
