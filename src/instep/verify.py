@@ -53,14 +53,15 @@ async def verify(source: object, engine: object, *, deadline: float = 60.0, cana
     check_metadata(tensors)
     await member.hello()
     found = Verified(member.name, member.version, member.serving == "dirty")
+    equal: list[TensorMeta] = []
     with unchanged(read):
         for batch in _batches(read, tensors):
             request = DigestRequest(tensors, signature(tensors), [meta.name for meta, _ in batch])
             held = await member.call("digest", Held, request)
             if member.version != found.version:
                 raise VersionConflict(f"{member.name} took {member.version!r} while it was compared: compare again")
-            for meta, value in batch:
-                found = _with(found, meta, value, held)
+            equal += _compared(batch, held, found)
+    found = replace(found, equal=len(equal), nbytes=sum(meta.nbytes for meta in equal))
     if expected := read.score(list(canary)) if canary else None:
         scores = await member.bounded("canary", member.engine.score(list(canary)))
         found = replace(found, canary_gap=float((torch.tensor(scores) - torch.tensor(expected)).abs().max()))
@@ -81,14 +82,21 @@ def _batches(source: Source, tensors: Sequence[TensorMeta]) -> Iterator[list[tup
         yield batch
 
 
-def _with(found: Verified, meta: TensorMeta, value: torch.Tensor, held: Sequence[Held]) -> Verified:
-    wrong, certain = _difference(meta, value, [part for worker in held for part in worker.parts if part.tensor == meta.name])
-    if wrong is None:
-        return replace(found, equal=found.equal + 1, nbytes=found.nbytes + meta.nbytes)
-    why = next((worker.unread[meta.name] for worker in held if meta.name in worker.unread), None)
-    if why is not None and not certain:
-        return replace(found, unread={**found.unread, meta.name: why})
-    return replace(found, differing={**found.differing, meta.name: wrong})
+def _compared(batch: Sequence[tuple[TensorMeta, torch.Tensor]], held: Sequence[Held], found: Verified) -> Iterator[TensorMeta]:
+    """The tensors that are equal. The others are noted in `found`."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for worker in held:
+        for part in worker.parts:
+            parts[part.tensor].append(part)
+    unread = {name: why for worker in held for name, why in worker.unread.items()}
+    for meta, value in batch:
+        wrong, certain = _difference(meta, value, parts[meta.name])
+        if wrong is None:
+            yield meta
+        elif meta.name in unread and not certain:
+            found.unread[meta.name] = unread[meta.name]
+        else:
+            found.differing[meta.name] = wrong
 
 
 def _difference(meta: TensorMeta, value: torch.Tensor, parts: Sequence[Part]) -> tuple[str | None, bool]:
