@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from asgi import app
+from safetensors.torch import save_file
+from toys import Checkpoint, checkpoint
 
 from instep import MemoryEngine
 from instep.engine.http_control import Served
+
+START, NEXT = checkpoint(0, layers=1), checkpoint(1, layers=1)
+
+
+def saved(weights: Checkpoint, folder: Path) -> Path:
+    """The folder, with a checkpoint in it."""
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 class MemoryServer:
