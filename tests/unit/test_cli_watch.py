@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,28 @@ def test_ctrl_c_ends_it_without_a_traceback(terminal: Terminal) -> None:
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait(PATIENCE) == 0
     assert "Traceback" not in terminal.seen
+
+
+def test_who_quits_waits_for_no_silent_server() -> None:
+    program = "import instep.cli.server_status as asked; asked.DEADLINE = 3600; from instep.cli import main; main()"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        terminal = Terminal([sys.executable, "-c", program, "watch", f"http://127.0.0.1:{silent.getsockname()[1]}"])
+        try:
+            terminal.until("asking http")
+            terminal.press("q")
+            assert terminal.process.wait(PATIENCE) == 0
+        finally:
+            terminal.close()
+
+
+def test_a_url_that_is_none_ends_it_in_words() -> None:
+    terminal = Terminal([*PROGRAM, "gpu1:8000"])
+    try:
+        terminal.until("ConfigError: an engine's URL is like")
+        assert terminal.process.wait(PATIENCE) == 1
+        assert "Traceback" not in terminal.seen
+    finally:
+        terminal.close()
 
 
 def test_without_a_terminal_each_change_is_one_line_of_json(servers: list[MemoryServer]) -> None:

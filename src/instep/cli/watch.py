@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from queue import Empty, Queue
 
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from instep.cli.server_status import COLUMNS, Row, as_json, ask, console, table
+from instep.errors import InstepError
 
 Pressed = Callable[[float], str]
 
@@ -99,18 +101,26 @@ def no_key(seconds: float) -> str:
 
 
 def answers(urls: Sequence[str], pressed: Pressed) -> Iterator[tuple[list[Row] | None, str]]:
-    """The rows when they come, once a second, and each key when it is pressed; the engines are asked meanwhile."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        asked: Future[list[Row]] | None = pool.submit(ask, urls)
-        due = 0.0
+    """The rows when they come and each key when it is pressed. Raises what `ask` raises."""
+    heard: Queue[list[Row] | InstepError] = Queue()
+    threading.Thread(target=_ask_on, args=(urls, heard), daemon=True).start()  # nobody who quits waits for a silent server
+    while True:
+        with suppress(Empty):
+            said = heard.get_nowait()
+            if isinstance(said, InstepError):
+                raise said
+            yield said, ""
+        if key := pressed(BLINK):
+            yield None, key
+
+
+def _ask_on(urls: Sequence[str], heard: Queue[list[Row] | InstepError]) -> None:
+    try:
         while True:
-            if asked is not None and asked.done():
-                yield asked.result(), ""
-                asked, due = None, time.monotonic() + EVERY
-            elif asked is None and time.monotonic() >= due:
-                asked = pool.submit(ask, urls)
-            if key := pressed(BLINK):
-                yield None, key
+            heard.put(ask(urls))
+            time.sleep(EVERY)
+    except InstepError as error:
+        heard.put(error)
 
 
 def changes(urls: Sequence[str], json: bool, pressed: Pressed) -> None:
