@@ -52,10 +52,10 @@ class RayLedger(Ledger):
         return f"RolloutQueues({len(self.waiting)} prompts, {len(self.results['train'])} results)"
 
     async def take_for(self, taker: str, handle: Any, within: float | None) -> PromptRequest | None:
-        """handle: of the Ray actor that `taker` is. None where it is none: it is not watched."""
+        """handle: of the Ray actor that `taker` is, None where it is none. One without `until_over` is not watched."""
         self._telling = self._telling or asyncio.ensure_future(self._tell())
         request = await self.take(taker, within)
-        if request is not None and handle is not None and taker not in self._watches:
+        if request is not None and hasattr(handle, "until_over") and taker not in self._watches:
             self._watches[taker] = asyncio.ensure_future(self._watch(taker, handle))
         return request
 
