@@ -54,7 +54,7 @@ def cast() -> dict[str, Any]:
     model = plain("llama", dtype=torch.float32)
     trainer = WRAPS["fsdp2"](model, plain("llama", dtype=torch.float32))
     found: dict[str, Any] = {}
-    for way in ("shm", "seven"):
+    for way in ("shm", "seven", "http"):
         engine = MemoryEngine(saved(plain("llama", seed=1))) if RANK == 0 else None
         sync = opened(trainer.module, engine, way)
         found[f"refused {way}"] = attempt(lambda sync=sync: sync.push("v0"))["kind"]

@@ -7,6 +7,7 @@ from typing import Any
 from instep import WeightSync
 from instep.transport import broadcast
 
+HTTP: dict[str, dict[str, Any]] = {"http": {"transport": "http"}}
 WAYS: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
     "one": {"transport": "gloo"},
@@ -23,6 +24,6 @@ def opened(module: Any, engine: Any, way: str, **settings: Any) -> WeightSync:
     before = broadcast.WAYS["gloo"]
     broadcast.WAYS["gloo"] = broadcast.Way(BUCKETS.get(way, 1 << 20), "prepare", on_gpu=False)
     try:
-        return WeightSync(module, [] if engine is None else [engine], **{"timeout": 30.0, **WAYS[way], **settings})
+        return WeightSync(module, [] if engine is None else [engine], **{"timeout": 30.0, **(WAYS | HTTP)[way], **settings})
     finally:
         broadcast.WAYS["gloo"] = before

@@ -20,7 +20,7 @@ def test_shared_memory_takes_every_byte_from_one_rank_and_gathers_nothing(case: 
 @pytest.mark.ranks(2, "cast")
 def test_cases_70_and_71_a_trainer_in_float32_sends_what_the_engine_stores(found: Seen) -> None:
     for one in found:
-        for way in ("shm", "seven"):
+        for way in ("shm", "seven", "http"):
             assert one[f"refused {way}"] == "PlanError"
             assert one[f"nbytes {way}"] == 2 * one["numel"]
             assert one[f"same {way}"]

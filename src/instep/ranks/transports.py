@@ -13,6 +13,7 @@ from instep.ranks.segment import Sums, Write, add_up, sum_up, write
 from instep.transport import Transport
 from instep.transport.auto import AutoTransport
 from instep.transport.broadcast import BroadcastTransport, Values
+from instep.transport.http import HttpTransport
 from instep.transport.shm import Segment, ShmTransport
 from instep.transport.tally import Result
 
@@ -80,6 +81,7 @@ class RankedTransport(AutoTransport):
             "nccl": Gathering("nccl", timeout, source, whole=whole),
             "shm": SharedShm(source),
             "gloo": Gathering("gloo", timeout, source, whole=whole),
+            "http": HttpTransport(),  # gathers tensor by tensor, into memory of rank 0's
         }
         super().__init__(only, timeout, every)
         self.source = source
