@@ -28,6 +28,8 @@ class Config:
     timeout: seconds that each phase may take on each engine.
     canary: token ids that engine and trainer both score after a commit.
     canary_bound: largest accepted difference of two log-probabilities (natural log).
+    gather_whole_model: where a sharded trainer has to gather (for `nccl` and `gloo`), all at once before anything is sent, in the memory of
+        the whole model on rank 0. Without it bucket by bucket.
     """
 
     require: Require = "all"
@@ -37,6 +39,7 @@ class Config:
     timeout: float = 60.0
     canary: Sequence[int] | None = None
     canary_bound: float = 1.0
+    gather_whole_model: bool = False
 
     def __post_init__(self) -> None:
         if self.require not in ("all", "any"):

@@ -60,6 +60,7 @@ class Push:
         # Of the current version, until another is published.
         self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
         self.finished: Published | None = None  # `published`, once it has its digests
+        self.done: Receipt | None = None
         self.started = time.perf_counter()
 
     def describe(self) -> list[TensorMeta]:
@@ -181,7 +182,7 @@ class Push:
         gap = await self._canary([member for member in session.fleet.members if member.name in done])
         self.seconds["total"] = time.perf_counter() - self.started
         sent = sizes(manifest.tensors)
-        receipt = Receipt(
+        self.done = receipt = Receipt(
             version=self.version,
             nbytes=sum(sent.values()),
             tensors=len(sent),

@@ -15,11 +15,11 @@ from instep.config import Caches, Config, Require, TransportName, check_version
 from instep.engine import connect
 from instep.engine.fleet import Fleet, Member
 from instep.errors import ConfigError, EngineState, InstepError, VersionConflict
+from instep.ranks.follow import Follower
+from instep.ranks.roles import Lead, role
 from instep.receipt import Receipt
-from instep.source import open_source
 from instep.steps import Push, Session
 from instep.telemetry import Event, Sink, log
-from instep.transport.auto import AutoTransport
 
 T = TypeVar("T")
 
@@ -37,6 +37,8 @@ class WeightSync:
 
     source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, or a `Source`.
     engines: `vllm.LLM`, `AsyncLLM`, a server's URL, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
+    Where the source lies in several processes (FSDP, ZeRO, DTensor), every rank makes a `WeightSync` and makes the same calls. Rank 0 has
+    the engines; the others' are not looked at, and every rank returns the same receipt or raises the same error.
     The other settings are those of `instep.config.Config`. `sinks` receive an `Event` at a time (see `instep.telemetry`).
     """
 
@@ -52,15 +54,16 @@ class WeightSync:
         timeout: float = 60.0,
         canary: Sequence[int] | None = None,
         canary_bound: float = 1.0,
+        gather_whole_model: bool = False,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        config = Config(require, caches, transport, cast, timeout, canary, canary_bound)
-        if not engines:
-            raise ConfigError("a WeightSync needs at least one engine")
+        config = Config(require, caches, transport, cast, timeout, canary, canary_bound, gather_whole_model)
         if len({id(engine) for engine in engines}) < len(engines):
             raise ConfigError("an engine is listed twice")
-        fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout)
-        self._session = Session(config, open_source(source), fleet, AutoTransport(transport, timeout), (log, *sinks))
+        self._role = role(source, config, engines=bool(engines))
+        if isinstance(self._role, Lead):
+            fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout)
+            self._session = Session(config, self._role.source, fleet, self._role.transport, (log, *sinks))
         self._busy = threading.Lock()  # a push is running
         self._asking = threading.Lock()  # somebody talks to the engines
 
@@ -76,7 +79,10 @@ class WeightSync:
 
     async def apush(self, version: str, *, base: str | None = None) -> Receipt:
         """`push` for asyncio. The weights must not change before it returns."""
-        async with self._exclusive(check_version(version)) as push:
+        check_version(version)
+        if isinstance(self._role, Follower):
+            return await asyncio.to_thread(self._role.follow, "push", version)
+        async with self._exclusive("push", version) as push:
             tensors = push.describe()
             members = await push.connect()
             tensors = await push.plan(members, tensors)
@@ -95,13 +101,15 @@ class WeightSync:
 
     async def acatch_up(self, engine: Any = None) -> Receipt:
         """`catch_up` for asyncio."""
+        if isinstance(self._role, Follower):
+            return await asyncio.to_thread(self._role.follow, "catch_up", "")
         if engine is not None:
             self._session.fleet.replace_lost(connect(engine))
         current = self._session.to_be_had()
-        if current is None:
-            raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
-        manifest = structs.replace(current, base=None)  # an engine that is behind need not serve its base
-        async with self._exclusive(manifest.version) as push:
+        async with self._exclusive("catch_up", current.version if current else "") as push:
+            if current is None:
+                raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
+            manifest = structs.replace(current, base=None)  # an engine that is behind need not serve its base
             behind = [member for member in await push.connect() if member.behind(manifest.version)]
             await push.plan(behind, manifest.tensors)
             if manifest.location.live:
@@ -111,11 +119,13 @@ class WeightSync:
             return await push.receipt(done, manifest)
 
     def status(self) -> tuple[EngineState, ...]:
-        """What each engine serves, asked now; while a push is running, what was last heard."""
+        """What each engine serves, asked now; while a push is running, what was last heard. Nothing on ranks that have no engines."""
         return _run(self.astatus())
 
     async def astatus(self) -> tuple[EngineState, ...]:
         """`status` for asyncio."""
+        if isinstance(self._role, Follower):
+            return ()
         fleet = self._session.fleet
         if not self._busy.locked() and self._asking.acquire(blocking=False):
             try:
@@ -126,8 +136,9 @@ class WeightSync:
 
     def close(self) -> None:
         """Frees the shared memory. Engines go on serving what they serve."""
-        self._session.transport.close()
-        self._session.current = None
+        self._role.close()
+        if isinstance(self._role, Lead):
+            self._session.current = None
 
     def __enter__(self) -> WeightSync:
         return self
@@ -136,15 +147,17 @@ class WeightSync:
         self.close()
 
     @asynccontextmanager
-    async def _exclusive(self, version: str) -> AsyncIterator[Push]:
+    async def _exclusive(self, call: str, version: str) -> AsyncIterator[Push]:
         if not self._busy.acquire(blocking=False):
             raise ConfigError("a push is running already: one WeightSync makes one push at a time")
         try:
             while not self._asking.acquire(blocking=False):  # noqa: ASYNC110
                 await asyncio.sleep(0.003)  # until `status` has its answer, which may be in another thread
             push = Push(self._session, version)
+            assert isinstance(self._role, Lead)
             try:
-                yield push
+                async with self._role.leading(call, version, lambda: push.done):
+                    yield push
             except InstepError as error:
                 push.tell(Event("failed", version, error=error))
                 raise

@@ -63,8 +63,12 @@ def open_source(obj: Any) -> Source:
     )
 
 
+class Stamped(Protocol):
+    def stamp(self) -> Hashable: ...
+
+
 @contextmanager
-def unchanged(source: Source) -> Iterator[Hashable]:
+def unchanged(source: Stamped) -> Iterator[Hashable]:
     """Around a copy of the source's tensors; gives its stamp. Raises `SourceError` where the trainer changed one meanwhile."""
     before = source.stamp()
     yield before

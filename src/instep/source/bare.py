@@ -7,7 +7,7 @@ bytes are wanted: peft's own code runs on a private copy of that layer, so the t
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from instep.errors import SourceError
+from instep.source.deepspeed import engine_module
 from instep.source.names import WRAPPER_SEGMENTS
 
 
@@ -36,12 +37,13 @@ def bare(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     return _bare(module, "", adapted, {}), adapted
 
 
-def merge(path: str, layer: Any) -> dict[str, torch.Tensor]:
+def merge(path: str, layer: Any, own: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """State dict of `layer`'s base layer with its active adapters merged, bit for bit what peft's `merge_and_unload` computes.
 
-    Takes the memory of one layer. Raises `SourceError` when peft cannot merge.
+    own: the values of the layer's tensors by the ids of those that are in it, where it has shapes alone; they are written to. Otherwise
+    takes the memory of one layer. Raises `SourceError` when peft cannot merge.
     """
-    private = _private_copy(layer, {id(param): param.detach().clone() for param in layer.get_base_layer().parameters()})
+    private = _private_copy(layer, own or {id(param): param.detach().clone() for param in layer.get_base_layer().parameters()})
     try:
         with torch.no_grad():
             if hasattr(private, "unload_and_optionally_merge_module"):
@@ -78,9 +80,7 @@ def adapter_state(layers: Iterable[Any]) -> Hashable:
 def _inner(module: nn.Module) -> nn.Module | None:
     """What a wrapper wraps; None for a module that is no wrapper."""
     if "_fsdp_wrapped_module" in module._modules:
-        raise SourceError(
-            "the module is sharded by FSDP: its parameters are not whole on this rank", next_step="push a gathered state dict"
-        )
+        raise SourceError("the module is sharded by FSDP: its parameters are not whole on this rank", next_step="push from all ranks")
     for segment in WRAPPER_SEGMENTS & module._modules.keys():
         if len(module._modules) > 1 or module._parameters or module._buffers:
             raise SourceError(
@@ -90,7 +90,7 @@ def _inner(module: nn.Module) -> nn.Module | None:
     if isinstance(module, DistributedDataParallel | DataParallel):
         wrapped: nn.Module = module.module
         return wrapped
-    return _inner_of_peft(module)
+    return engine_module(module) or _inner_of_peft(module)
 
 
 def _inner_of_peft(module: Any) -> nn.Module | None:
@@ -145,8 +145,8 @@ def _unmerged(layer: Any) -> bool:
     return any((set(link.active_adapters) - set(link.merged_adapters)) & link._get_available_adapters() for link in chain(layer))
 
 
-def _private_copy(module: nn.Module, own: dict[int, torch.Tensor]) -> Any:
-    """The structure of an adapter layer with `own` values for the parameters with these ids. The others share the trainer's
+def _private_copy(module: nn.Module, own: Mapping[int, torch.Tensor]) -> Any:
+    """The structure of an adapter layer with `own` values for the tensors with these ids. The others share the trainer's
     memory, but none is the trainer's Parameter: peft may give one other data."""
     module = unwrap(module)
     twin = _shallow_copy(module)
@@ -154,6 +154,7 @@ def _private_copy(module: nn.Module, own: dict[int, torch.Tensor]) -> Any:
         name: param if param is None else nn.Parameter(own.get(id(param), param.detach()), requires_grad=False)
         for name, param in module._parameters.items()
     }
+    twin._buffers = {name: own.get(id(buffer), buffer) for name, buffer in module._buffers.items()}
     twin._modules = {name: child if child is None else _private_copy(child, own) for name, child in module._modules.items()}
     return twin
 
@@ -161,10 +162,11 @@ def _private_copy(module: nn.Module, own: dict[int, torch.Tensor]) -> Any:
 def _shallow_copy(module: nn.Module) -> nn.Module:
     """A module with the same tensors and children. Its containers are its own: peft notes in a layer's lists what it has merged."""
     twin: nn.Module = module.__new__(type(module))
-    twin.__dict__ = {name: value.copy() if isinstance(value, list | set | dict) else value for name, value in _plain(module).items()}
+    twin.__dict__ = own_attributes(module)
     return twin
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes. ZeRO-3 keeps parameters in a dict of its own kind, which cannot be copied."""
-    return {**module.__dict__, "_parameters": dict(module._parameters.items())}
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes, its containers copied. ZeRO-3 keeps parameters in a dict of its own kind, which cannot be copied."""
+    attributes = {**module.__dict__, "_parameters": dict(module._parameters.items())}
+    return {name: value.copy() if isinstance(value, list | set | dict) else value for name, value in attributes.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -103,7 +103,7 @@ class ModuleSource:
             if len(group) == 1 and group[0].whole and parts[0] not in snapshot.adapters:
                 yield group[0].meta.name, snapshot.state[parts[0]].detach()
             else:
-                yield from _read(snapshot.module, {name: values[name] for name in parts}, group)
+                yield from read(snapshot.module, {name: values[name] for name in parts}, group)
 
     def stamp(self) -> Hashable:
         """Does not see changes made through `tensor.data`, which PyTorch does not count."""
@@ -137,6 +137,19 @@ def _take(root: nn.Module) -> _Snapshot:
     for name, tensor in zip(live.names, live.tensors, strict=True):
         check(canonical(name), tensor)
     canonical_names(live.names)
+    module, state, adapters, saved = checkpoint(root, identity)
+    groups = groupby((one for one in saved if one.meta.alias_of is None), key=lambda one: one.parts)
+    return _Snapshot(live, module, state, adapters, [one.meta for one in saved], [(parts, list(group)) for parts, group in groups])
+
+
+def checkpoint(
+    root: nn.Module, identity: Callable[[torch.Tensor], Hashable]
+) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, tuple[str, Any]], list[Saved]]:
+    """What `save_pretrained` would write of `root` without wrappers and adapters.
+
+    Returns the bare module, its state dict, the names in it that an adapter changes, each with its layer's path and the layer, and the
+    checkpoint tensors. identity: equal for tied tensors.
+    """
     module, adapted = bare(root)
     state: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -147,25 +160,24 @@ def _take(root: nn.Module) -> _Snapshot:
         for name in state:
             if name.startswith(f"{path}."):
                 adapters.setdefault(name, (path, layer))
-    saved = layout(module, state, _same_bytes(state, adapters))
-    groups = groupby((one for one in saved if one.meta.alias_of is None), key=lambda one: one.parts)
-    return _Snapshot(live, module, state, adapters, [one.meta for one in saved], [(parts, list(group)) for parts, group in groups])
+    same = {name: identity(tensor) for name, tensor in state.items()}
+    _check_ties(same, adapters)
+    return module, state, adapters, layout(module, state, same)
 
 
-def _same_bytes(state: dict[str, torch.Tensor], adapters: dict[str, tuple[str, Any]]) -> dict[str, Hashable]:
-    """One value for each set of tied names. Raises `SourceError` where an adapter changes one of them and not the other:
-    merged weights cannot say what the trainer computes."""
+def _check_ties(same: dict[str, Hashable], adapters: dict[str, tuple[str, Any]]) -> None:
+    """Raises `SourceError` where an adapter changes one of two tied tensors and not the other: merged weights cannot say what the
+    trainer computes."""
     owners: dict[Hashable, tuple[str, int | None]] = {}
-    for name, tensor in state.items():
+    for name, value in same.items():
         who = owner(adapters[name][1]) if name in adapters else None
-        first, other = owners.setdefault(identity(tensor), (name, who))
+        first, other = owners.setdefault(value, (name, who))
         if other != who:
             raise SourceError(
                 f"{first} and {name} are tied, but their adapters differ: merged, both would change",
                 tensor=name,
                 next_step="train the tied weight with modules_to_save, or load the model with tie_word_embeddings=False",
             )
-    return {name: identity(tensor) for name, tensor in state.items()}
 
 
 class _Values:
@@ -190,7 +202,8 @@ class _Values:
         return value
 
 
-def _read(module: nn.Module, parts: dict[str, torch.Tensor], group: list[Saved]) -> Iterator[tuple[str, torch.Tensor]]:
+def read(module: nn.Module, parts: dict[str, torch.Tensor], group: list[Saved]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint tensors of `group`, made of the live tensors `parts`."""
     if not all(saved.whole for saved in group):
         parts = {name: part.contiguous() for name, part in parts.items()}
     converted = convert(module, parts) if any(saved.view is None for saved in group) else {}

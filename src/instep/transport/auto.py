@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ logger = logging.getLogger("instep")
 class AutoTransport:
     """The first of its candidates that reaches every engine. They are asked from the fastest to the most general.
 
-    only: one of them by name, or `auto`.
+    only: one of them by name, or `auto`. every: the candidates, where they are others than those of a trainer in one process.
     """
 
-    def __init__(self, only: str, timeout: float) -> None:
-        every: dict[str, Transport] = {
+    def __init__(self, only: str, timeout: float, every: Mapping[str, Transport] | None = None) -> None:
+        every = every or {
             "ipc": IpcTransport(),
             "nccl": BroadcastTransport("nccl", timeout),
             "shm": ShmTransport(),
@@ -47,7 +47,7 @@ class AutoTransport:
         """Raises `TransportError` with every candidate's reason where none is left, `SourceError` as `Transport.publish` does."""
         if self.closed:
             raise TransportError("the WeightSync was closed", next_step="make a new one")
-        device = next((value.device for _, value in values()), torch.device("cpu"))
+        device = self._device(values)
         against: dict[str, str] = {}
         for name, candidate in self.candidates.items():
             reason = self.refused.get(name) or candidate.consider(device, workers)
@@ -64,6 +64,9 @@ class AutoTransport:
                     return published
             against[name] = reason
         raise TransportError(f"no transport reaches the engines: {_listed(against)}")
+
+    def _device(self, values: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> torch.device:
+        return next((value.device for _, value in values()), torch.device("cpu"))
 
     def give_up(self, error: TransportError) -> bool:
         """Engines cannot open what was published last. Whether there is another candidate: the next publication takes it."""

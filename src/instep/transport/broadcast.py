@@ -182,13 +182,16 @@ class BroadcastTransport:
                 group.wait(under_way.popleft())
             return self._room(index, size)
 
-        for index, bucket in enumerate(pack(tensors, values, self.way.bucket, room)):
+        for index, bucket in enumerate(self._packed(tensors, values, room)):
             under_way.append(group.broadcast(bucket))
             tally.add(index, bucket)
         while under_way:
             group.wait(under_way.popleft())
         group.settle()
         return tally.result()
+
+    def _packed(self, tensors: list[TensorMeta], values: Values, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        return pack(tensors, values, self.way.bucket, room)
 
     def _tally(self, tensors: list[TensorMeta]) -> Tally:
         if not self.way.on_gpu:

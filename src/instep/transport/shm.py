@@ -31,6 +31,7 @@ from instep.plan.buckets import layout, padded
 from instep.protocol import Identity, Location, Manifest, TensorMeta
 from instep.transport import Me, Published, Pull, elsewhere
 from instep.transport.mapped import Mapped
+from instep.transport.tally import Result
 
 NAME = re.compile(r"instep-[0-9a-f]{32}")
 BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
@@ -77,22 +78,29 @@ class ShmTransport(Pull):
         if not self._at_exit.alive:
             raise TransportError("the WeightSync was closed", next_step="make a new one")
         offsets, size = layout(tensors)
-        by_name = {meta.name: meta for meta in tensors if not meta.alias_of}
         segment = self._segment(size)
         try:
-            given = self._fill(segment, offsets, by_name, values)
-            if missing := by_name.keys() - given:
-                raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
-            # Of the copies: what a trainer does to its tensors afterwards cannot change what is sent.
-            own, data = list(by_name.values()), segment.view[:size]
-            published = Published(
-                Location(self.kind, segment.name, size, offsets), digests(data, own, offsets), tuple(non_finite(data, own, offsets))
-            )
+            found = self._brought(segment, tensors, values)
         except BaseException:
-            self.free.append(segment)
+            self._take_back(segment)
             raise
         self.segments[segment.name] = segment
-        return published
+        return Published(Location(self.kind, segment.name, size, offsets), *found)
+
+    def _brought(self, segment: Segment, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Result:
+        """Fills a segment. Digests and names of tensors that are not finite are those of the copies: what a trainer does to its tensors
+        afterwards cannot change what is sent."""
+        offsets, size = layout(tensors)
+        by_name = {meta.name: meta for meta in tensors if not meta.alias_of}
+        given = self._fill(segment, offsets, by_name, values)
+        if missing := by_name.keys() - given:
+            raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
+        own, data = list(by_name.values()), segment.view[:size]
+        return digests(data, own, offsets), tuple(non_finite(data, own, offsets))
+
+    def _take_back(self, segment: Segment) -> None:
+        """One that was not filled."""
+        self.free.append(segment)
 
     def _fill(
         self, segment: Segment, offsets: dict[str, int], by_name: dict[str, TensorMeta], values: Iterable[tuple[str, torch.Tensor]]

@@ -1,0 +1,199 @@
+"""Which elements of a tensor lie where in the memory of which rank of a trainer. Pure functions.
+
+A rank holds boxes of a live tensor: one, where it is sharded along dimensions (DTensor), or the few that a range of the flat index space is
+made of (FSDP1, ZeRO-3). A checkpoint tensor is a live tensor or a box of one. Boxes intersect in closed form, so what a rank holds of
+a checkpoint tensor is a list of `Piece`: rows of elements that a strided copy moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import msgspec
+from msgspec import structs
+
+from instep.errors import SourceError
+from instep.plan.buckets import cut
+from instep.plan.region import Box, as_box, contiguous_stride, disjoint, rows_of, simplify, whole
+from instep.protocol import ITEM_BYTES, Region, TensorMeta
+
+Interval = tuple[int, int]
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """`rows` rows of `row` elements each. Row `i` begins at element `target + i * target_stride` of the tensor `tensor` and at element
+    `source + i * source_stride` of what the rank holds of the live tensor `live`."""
+
+    tensor: str
+    live: str
+    rows: int
+    row: int
+    target: int
+    target_stride: int
+    source: int
+    source_stride: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.row
+
+    @property
+    def written(self) -> Region:
+        return Region(self.target, (self.rows, self.row), (self.target_stride, 1))
+
+    @property
+    def read(self) -> Region:
+        return Region(self.source, (self.rows, self.row), (self.source_stride, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A box of a live tensor that a rank holds: its element (i, j, ...), counted within the box, is element
+    `at + i * stride[0] + j * stride[1] + ...` of the rank's memory."""
+
+    box: Box
+    at: int
+    stride: tuple[int, ...]
+
+
+def of_range(low: int, high: int, shape: Sequence[int], at: int = 0) -> list[Extent]:
+    """Elements `low` to `high` of the flat index space of a tensor, which lie one after the other from `at` on."""
+    stride = contiguous_stride(shape)
+    return [
+        Extent(box, at + sum(first * step for (first, _), step in zip(box, stride, strict=True)) - low, stride)
+        for box in _boxes(low, high, tuple(shape))
+    ]
+
+
+def _boxes(low: int, high: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """A range as boxes: what is left of its first row, whole rows, what there is of its last one."""
+    if low >= high:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    (first, skipped), (last, rest) = divmod(low, inner), divmod(high, inner)
+    if skipped or first == last:
+        end = inner if first < last else rest
+        yield from (((first, first + 1), *box) for box in _boxes(skipped, end, shape[1:]))
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    if rest and first <= last:
+        yield from (((last, last + 1), *box) for box in _boxes(0, rest, shape[1:]))
+
+
+def of_intervals(intervals: Sequence[Sequence[Interval]]) -> list[Extent]:
+    """The elements whose index lies in one of the intervals in every dimension, held as one contiguous tensor in their order."""
+    stride = contiguous_stride([sum(high - low for low, high in some) for some in intervals])
+    starts = [_starts(some) for some in intervals]
+    return [
+        Extent(
+            tuple(some[index] for some, index in zip(intervals, chosen, strict=True)),
+            sum(start[index] * step for start, index, step in zip(starts, chosen, stride, strict=True)),
+            stride,
+        )
+        for chosen in product(*(range(len(some)) for some in intervals))
+    ]
+
+
+def _starts(intervals: Sequence[Interval]) -> list[int]:
+    starts, at = [], 0
+    for low, high in intervals:
+        starts.append(at)
+        at += high - low
+    return starts
+
+
+def ordered_box(view: Region, shape: Sequence[int]) -> Box | None:
+    """`view` as a box of a contiguous tensor of `shape`, whose elements it has in their order; None where it is none."""
+    box = as_box(view, shape)
+    if box is None:
+        return None
+    first = sum(low * step for (low, _), step in zip(box, contiguous_stride(shape), strict=True))
+    same = simplify(Region(first, tuple(high - low for low, high in box), contiguous_stride(shape)))
+    return box if same == simplify(view) else None
+
+
+def pieces(tensor: str, live: str, view: Box, extents: Sequence[Extent]) -> Iterator[Piece]:
+    """What a rank that holds `extents` of a live tensor holds of the tensor that is box `view` of it."""
+    sizes = [high - low for low, high in view]
+    for extent in extents:
+        box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(view, extent.box, strict=True))
+        if any(low >= high for low, high in box):
+            continue
+        shape = tuple(high - low for low, high in box)
+        to, stride = _from(view, box), contiguous_stride(sizes)
+        target = Region(sum(map(int.__mul__, to, stride)), shape, stride)
+        source = Region(extent.at + sum(map(int.__mul__, _from(extent.box, box), extent.stride)), shape, extent.stride)
+        yield from (Piece(tensor, live, *numbers) for numbers in _rows(source, target))
+
+
+def _from(outer: Box, inner: Box) -> list[int]:
+    return [low - start for (low, _), (start, _) in zip(inner, outer, strict=True)]
+
+
+def _rows(source: Region, target: Region) -> Iterator[tuple[int, int, int, int, int, int]]:
+    found = rows_of(source, target)
+    if found is not None:
+        rows, row, source_stride, target_stride = found
+        yield rows, row, target.offset, target_stride, source.offset, source_stride
+        return
+    for index in range(source.shape[0]):  # one dimension less
+        yield from _rows(*(Region(one.offset + index * one.stride[0], one.shape[1:], one.stride[1:]) for one in (source, target)))
+
+
+def within(piece: Piece, low: int, high: int) -> Iterator[Piece]:
+    """What of a piece lies in elements `low` to `high` of its tensor."""
+    for row, column, rows, count in cut(piece.target, piece.rows, piece.row, piece.target_stride, low, high):
+        yield structs.replace(
+            piece,
+            rows=rows,
+            row=count,
+            target=piece.target + row * piece.target_stride + column,
+            source=piece.source + row * piece.source_stride + column,
+        )
+
+
+def nbytes(pieces: Sequence[Piece], tensors: dict[str, TensorMeta]) -> int:
+    return sum(piece.numel * ITEM_BYTES[tensors[piece.tensor].dtype] for piece in pieces)
+
+
+def share_out(tensors: Sequence[TensorMeta], held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
+    """The pieces that each rank is to give, of those that it holds: every element once. Of ranks that hold the same, the first gives it.
+
+    Raises `SourceError` naming the first tensor of which an element lies nowhere, or in two ranks that hold different parts.
+    """
+    given: list[list[Piece]] = [[] for _ in held]
+    by_tensor: list[dict[str, list[Piece]]] = []
+    for claims in held:
+        by_tensor.append({})
+        for piece in claims:
+            by_tensor[-1].setdefault(piece.tensor, []).append(piece)
+    for meta in tensors:
+        if meta.alias_of:
+            continue
+        seen: set[frozenset[Region]] = set()
+        regions: list[Region] = []
+        for rank, claims_of in enumerate(by_tensor):
+            own = claims_of.get(meta.name, [])
+            part = frozenset(piece.written for piece in own)
+            if own and part not in seen:
+                seen.add(part)
+                regions += part
+                given[rank] += own
+        have = sum(region.numel for region in regions)
+        if have < meta.numel:
+            raise SourceError(f"the trainer's ranks hold {have} of the {meta.numel} elements of {meta.name}", tensor=meta.name)
+        if have > meta.numel or not disjoint(regions, meta.shape):
+            raise SourceError(f"ranks of the trainer hold parts of {meta.name} that overlap", tensor=meta.name)
+    return given
+
+
+def everything(shape: Sequence[int]) -> list[Extent]:
+    """All of a tensor, as a contiguous one."""
+    return [Extent(tuple((0, size) for size in shape), 0, whole(shape).stride)]

@@ -1,0 +1,205 @@
+"""Questions of rank 0 and answers of the others, as keys of a store that rank 0 serves.
+
+A *round* is one call that every rank makes (a push). In it rank 0 asks one thing after the other, and all others answer each. The last
+thing that it tells is how the round has ended. A rank that comes late finds the newest round, so that one that missed a call, because
+something else failed there, is in step again with its next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from instep.errors import InstepError, TransportError, VersionConflict, by_name
+from instep.protocol import Fault, decode, encode, raw
+from instep.transport.group import address_towards, find, serve
+
+PATIENCE = 10
+"""How many timeouts a follower waits for the next question: rank 0 waits for engines meanwhile, step by step."""
+GOODBYE = 5.0
+"""Seconds that rank 0 waits until all have heard how a call has ended."""
+
+_numbers = count()
+
+
+class Question(msgspec.Struct, frozen=True):
+    what: str
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Answer(msgspec.Struct, frozen=True):
+    fault: Fault | None = None
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Channel:
+    """rank, size: of torch's default group, through whose store the ranks find rank 0's. The n-th channel of each rank belongs to the
+    n-th of every other. timeout: seconds for each answer. asks: whether rank 0 asks anything; where it only tells how its calls have
+    ended, that goes through the default group's store, which stays when rank 0 is done."""
+
+    def __init__(self, rank: int, size: int, timeout: float, *, asks: bool) -> None:
+        self.rank, self.size, self.timeout, self.asks = rank, size, timeout, asks
+        self.round, self.turn = 0, 0
+        self.spread = False
+        """Whether ranks are on several hosts, as far as rank 0 has heard."""
+        self._place = f"instep/{next(_numbers)}"
+        self._served = None
+        self._store = None if asks else PrefixStore(self._place, default_store())
+        self._keys: deque[list[str]] = deque()  # of the last rounds
+        self._kept = 2 if asks else 64  # where nobody is asked, ranks may be behind
+        if asks and rank == 0:
+            host = own_address()
+            self._served = serve(host)
+            self.address = (host, self._served.port)
+            default_store().set(self._place, f"{host}@{self._served.port}")
+
+    @property
+    def store(self) -> Any:
+        """A connection of this channel's own: waits in one thread do not hold up another's."""
+        if self._store is None:
+            if self.rank:
+                self._wait(default_store(), self._place, self.timeout, "rank 0 of the trainer has made no WeightSync")
+                host, port = default_store().get(self._place).decode().split("@")
+                self.address = (host, int(port))
+            self._store = find(*self.address, self.timeout)
+        return self._store
+
+    # Rank 0
+
+    def begin(self, call: str, version: str) -> None:
+        """Opens a round for one call. Waits for nobody."""
+        while len(self._keys) >= self._kept:
+            for key in self._keys.popleft():
+                self.store.delete_key(key)
+        self._keys.append([])
+        self.round, self.turn = self.round + 1, 0
+        self._set(f"round {self.round}", f"{call} {version}".encode())
+
+    def ask(self, what: str, body: Any = None) -> list[bytes]:
+        """The answers of ranks 1, 2, ... Raises the first fault, or `TransportError` for a rank that does not answer in time."""
+        self.tell(what, body)
+        return self.collect()
+
+    def tell(self, what: str, body: Any = None) -> None:
+        """A question whose answers are collected later, if at all."""
+        self.turn += 1
+        self._set(self._key(), encode(Question(what, raw(body))))
+        self.what = what
+
+    def end(self, outcome: Any) -> None:
+        """Closes the round. Where ranks were asked, waits a while until they have heard: the store ends with this process."""
+        self.tell("end", outcome)
+        if self.asks:
+            with suppress(InstepError):
+                self.collect(min(self.timeout, GOODBYE))
+
+    def collect(self, seconds: float | None = None) -> list[bytes]:
+        waiting = {rank: f"{self._key()}/{rank}" for rank in range(1, self.size)}
+        self._keys[-1] += waiting.values()
+        found: dict[int, bytes] = {}
+        patience = Patience(self.timeout if seconds is None else seconds)
+        while waiting:
+            for rank, key in [item for item in waiting.items() if self._has(self.store, item[1])]:
+                answer = decode(self.store.get(key), Answer)
+                if answer.fault is not None:
+                    raise by_name(answer.fault.kind)(f"trainer rank {rank}: {answer.fault.message}", tensor=answer.fault.tensor)
+                found[rank] = bytes(answer.body)
+                del waiting[rank]
+            if waiting and not patience.wait():
+                raise TransportError(
+                    f"trainer rank {min(waiting)} of {self.size} did not answer {self.what!r} within {self.timeout:g} s",
+                    next_step="every rank of the trainer must make the call that rank 0 makes; engines keep what they serve",
+                )
+        return [found[rank] for rank in sorted(found)]
+
+    # The other ranks
+
+    def join(self, call: str, version: str) -> None:
+        """Finds the round for this call, after the last one that this rank took part in. Another call of rank 0's, which this rank
+        missed, is passed by; if rank 0 still waits there, it is told.
+
+        version: empty where rank 0 alone knows it. Raises `TransportError` where rank 0 does not make this call in time.
+        """
+        instead = ""
+        while True:
+            following = f"round {self.round + 1}"
+            self._wait(self.store, following, self.timeout, f"rank 0 of the trainer did not {call} {version}{instead}")
+            calls = self.store.get(following).decode()
+            self.round, self.turn = self.round + 1, 0
+            if calls.startswith(f"{call} {version}"):
+                return
+            instead = f", it made the call {calls}"
+            if self.asks:
+                self.turn = 1
+                self.answer(fault=VersionConflict(f"it makes the call {call} {version}, rank 0 {calls}: all ranks make the same calls"))
+
+    def next(self) -> Question:
+        self.turn += 1
+        self._wait(self.store, self._key(), PATIENCE * self.timeout, "rank 0 of the trainer stopped asking")
+        return decode(self.store.get(self._key()), Question)
+
+    def answer(self, body: Any = None, fault: Exception | None = None) -> None:
+        self.store.set(f"{self._key()}/{self.rank}", encode(Answer(None if fault is None else as_fault(fault), raw(body))))
+
+    def close(self) -> None:
+        self._served = self._store = None
+
+    def _key(self) -> str:
+        return f"{self.round}/{self.turn}"
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._keys[-1].append(key)
+        self.store.set(key, value)
+
+    def _has(self, store: Any, key: str) -> bool:
+        try:
+            there: bool = store.check([key])
+        except Exception as error:
+            raise TransportError(f"rank 0 of the trainer is gone: {(str(error).splitlines() or [''])[0]}") from error
+        return there
+
+    def _wait(self, store: Any, key: str, seconds: float, otherwise: str) -> None:
+        patience = Patience(seconds)
+        while not self._has(store, key):
+            if not patience.wait():
+                raise TransportError(f"{otherwise} within {seconds:g} s", next_step="look at rank 0's own error")
+
+
+class Patience:
+    """Looks often at first: most answers come soon. (A store's own `wait` writes warnings when it ends without a result.)"""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+        self.pause = 0.0001
+
+    def wait(self) -> bool:
+        """Sleeps a little. False when time is up."""
+        time.sleep(self.pause)
+        self.pause = min(1.1 * self.pause, 0.003)
+        return time.monotonic() < self.end
+
+
+def as_fault(error: Exception) -> Fault:
+    if isinstance(error, InstepError):
+        return Fault(type(error).__name__, str(error.args[0]), error.tensor)
+    return Fault("SourceError", f"{type(error).__name__}: {error}")
+
+
+def default_store() -> Any:
+    """The store through which torch's default group was made."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def own_address() -> str:
+    """Of this process, on the interface through which the ranks have found each other."""
+    store = default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return address_towards(getattr(store, "host", "127.0.0.1"))  # without a host it is a file

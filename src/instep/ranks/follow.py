@@ -1,0 +1,135 @@
+"""The ranks beside rank 0: they answer until they are told how the call has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from instep.digest import Bytes
+from instep.errors import EngineState, InstepError, SyncError, by_name
+from instep.plan.shards import Piece
+from instep.protocol import Fault, TensorMeta, decode
+from instep.ranks.channel import Channel, as_fault
+from instep.ranks.gather import Join, Meeting, Stretch, give
+from instep.ranks.run import Run
+from instep.ranks.segment import Sums, Window, Write, sum_up, write
+from instep.receipt import Receipt
+from instep.source import unchanged
+from instep.source.sharded import Description, ShardedModule, Told
+from instep.transport import host
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a call has ended on rank 0: a receipt, or an error with what each engine serves."""
+
+    receipt: Receipt | None = None
+    fault: Fault | None = None
+    next_step: str | None = None
+    engines: list[EngineState] = []
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, InstepError):
+        engines = list(error.engines) if isinstance(error, SyncError) else []
+        return Outcome(fault=as_fault(error), next_step=error.next_step, engines=engines)
+    return Outcome(fault=Fault("SyncError", f"rank 0 of the trainer ended the call: {type(error).__name__}: {error}"))
+
+
+def result(outcome: Outcome, version: str) -> Receipt:
+    """What rank 0 returned; raises what it raised."""
+    if outcome.receipt is not None:
+        return outcome.receipt
+    assert outcome.fault is not None
+    kind = by_name(outcome.fault.kind)
+    error = kind(outcome.fault.message, tensor=outcome.fault.tensor, next_step=outcome.next_step)
+    if isinstance(error, SyncError):
+        error.version, error.engines = version, tuple(outcome.engines)
+    raise error
+
+
+class Follower:
+    """Of one `WeightSync`. module: None where every rank has all of it: then rank 0 alone reads its own, and asks nothing."""
+
+    def __init__(self, channel: Channel, module: ShardedModule | None) -> None:
+        self.channel = channel
+        if module is not None:
+            self.module = module
+        self.meeting, self.window = Meeting(channel), Window()
+        self.shared: Description | None = None
+        self.given: tuple[list[Piece], list[Piece]] = ([], [])
+        self.runs: dict[bool, Run] = {}
+        self.written: tuple[Run, Bytes] | None = None
+
+    def follow(self, call: str, version: str) -> Receipt:
+        """Takes part in one call of rank 0's. Returns its receipt or raises its error; raises `TransportError` where rank 0 is gone."""
+        self.channel.join(call, version)
+        while True:
+            question = self.channel.next()
+            if question.what == "end":
+                self.channel.answer()
+                return result(decode(question.body, Outcome), version)
+            try:
+                answer = self.answers[question.what](self, question.body)
+            except Exception as error:
+                self.channel.answer(fault=error)
+            else:
+                self.channel.answer(answer)
+
+    def begin(self, _: msgspec.Raw) -> str:
+        return host()
+
+    def describe(self, _: msgspec.Raw) -> Told:
+        found = self.module.describe()
+        return Told(None if found is self.shared else found)
+
+    def share(self, body: msgspec.Raw) -> None:
+        """Which of the tensors that this rank holds it is to give."""
+        tensors, parts = map(set, decode(body, list[tuple[list[str], list[str]]])[self.channel.rank])
+        self.shared = described = self.module.describe()
+        self.given = (
+            [piece for piece in described.pieces if piece.tensor in tensors],
+            [piece for piece in described.part_pieces if piece.tensor in parts],
+        )
+        self.runs = {True: self._run(described.parts, self.given[1])}
+
+    def send(self, body: msgspec.Raw) -> None:
+        """The dtypes in which stretches will be asked for."""
+        self.runs[False] = self._run(decode(body, list[TensorMeta]), self.given[0])
+
+    def write(self, body: msgspec.Raw) -> None:
+        wanted = decode(body, Write)
+        run = self._run(wanted.tensors, self.given[0])
+        view = self.window.open(wanted.segment, run.size)
+        with unchanged(self.module):
+            write(run, self.channel.rank, self.module.memory, view)
+        self.written = (run, view)
+
+    def sum_up(self, _: msgspec.Raw) -> Sums:
+        assert self.written is not None
+        (run, view), self.written = self.written, None
+        return sum_up(view, run, self.channel.rank, self.channel.size)
+
+    def join(self, body: msgspec.Raw) -> None:
+        self.meeting.enter(decode(body, Join), next(self.module.memories()).device)
+
+    def give(self, body: msgspec.Raw) -> None:
+        wanted = decode(body, Stretch)
+        try:
+            give(self.meeting, self.runs[wanted.parts], self.module.memory, wanted.low, wanted.high)
+        except Exception as error:
+            self.meeting.end(f"trainer rank {self.channel.rank}: {error}")  # rank 0 is waiting in the group
+            raise
+
+    def _run(self, tensors: Sequence[TensorMeta], given: list[Piece]) -> Run:
+        return Run(tensors, {self.channel.rank: given})
+
+    def close(self) -> None:
+        self.window.close()
+        self.meeting.close()
+        self.channel.close()
+
+    answers: ClassVar[dict[str, Callable[[Follower, msgspec.Raw], Any]]] = {
+        "begin": begin, "describe": describe, "share": share, "send": send, "write": write, "sum": sum_up, "join": join, "give": give,
+    }  # fmt: skip

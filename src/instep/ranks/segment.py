@@ -1,0 +1,84 @@
+"""A shared segment that every rank of a trainer writes to: each element goes straight from where it lies to its place in the version.
+
+Workers find whole tensors and need to know nothing of shards; the only memory beside the trainer's own is the segment, of which
+each rank fills as much as it gives. Digests are taken of what was written, each rank looking at an equal part of the segment.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from instep.digest import BLOCK_BYTES, Bytes, all_flags, all_sums, from_flags, from_sums
+from instep.errors import TransportError
+from instep.protocol import TensorMeta
+from instep.ranks.run import Memory, Run
+from instep.transport.shm import directory
+from instep.transport.tally import Result
+
+
+class Write(msgspec.Struct, frozen=True):
+    """Asks for what a rank gives of all tensors, to be written to the segment of this name in the dtypes that they have here."""
+
+    segment: str
+    tensors: list[TensorMeta]
+
+
+class Sums(msgspec.Struct, frozen=True):
+    """Of one stretch of blocks: inner sums as 64-bit words, and of each dtype whether a block holds a number that is not finite."""
+
+    sums: bytes
+    flags: dict[str, bytes]
+
+
+class Window:
+    """A rank's view of a segment that rank 0 has made. The mapping stays for as long as rank 0 uses the same memory again."""
+
+    def __init__(self) -> None:
+        self.file: tuple[int, int] | None = None
+        self.view: Bytes = np.empty(0, np.uint8)
+
+    def open(self, name: str, size: int) -> Bytes:
+        """Raises `TransportError` where this process cannot reach it."""
+        try:
+            file = os.open(directory() / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"cannot open rank 0's shared memory {name}: {error.strerror}") from error
+        try:
+            found = os.fstat(file)
+            if self.file != (found.st_dev, found.st_ino):
+                self.view = np.empty(0, np.uint8)  # unmapped with the last view
+                self.view, self.file = np.frombuffer(mmap.mmap(file, found.st_size), np.uint8), (found.st_dev, found.st_ino)
+        finally:
+            os.close(file)
+        if len(self.view) < size:
+            raise TransportError(f"segment {name} has {len(self.view)} bytes, {size} are needed")
+        return self.view[:size]
+
+    def close(self) -> None:
+        self.file, self.view = None, np.empty(0, np.uint8)
+
+
+def write(run: Run, rank: int, memory: Memory, view: Bytes) -> None:
+    run.put(rank, memory, torch.from_numpy(view), 0, run.size)
+
+
+def sum_up(view: Bytes, run: Run, rank: int, ranks: int) -> Sums:
+    """Of the part of a segment that falls to `rank`."""
+    blocks = run.size // BLOCK_BYTES
+    data = view[rank * blocks // ranks * BLOCK_BYTES : (rank + 1) * blocks // ranks * BLOCK_BYTES]
+    dtypes = sorted({meta.dtype for meta in run.metas.values()})
+    return Sums(all_sums(data).tobytes(), {dtype: all_flags(data, dtype).tobytes() for dtype in dtypes})
+
+
+def add_up(run: Run, found: Sequence[Sums]) -> Result:
+    """Digests and names of tensors that are not finite, from what every rank found."""
+    own = list(run.metas.values())
+    sums = np.frombuffer(b"".join(one.sums for one in found), np.uint64)
+    flags = {dtype: np.frombuffer(b"".join(one.flags[dtype] for one in found), np.bool_) for dtype in found[0].flags}
+    return from_sums(sums, own, run.offsets), tuple(from_flags(flags, own, run.offsets))

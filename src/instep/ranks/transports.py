@@ -1,0 +1,90 @@
+"""The transports of a trainer with several ranks: the same as for one, but for how a version is brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from instep.plan.buckets import buckets
+from instep.protocol import Identity, TensorMeta, decode
+from instep.ranks.lead import RankedSource
+from instep.ranks.segment import Sums, Write, add_up, sum_up, write
+from instep.transport import Transport
+from instep.transport.auto import AutoTransport
+from instep.transport.broadcast import BroadcastTransport, Values
+from instep.transport.http import HttpTransport
+from instep.transport.shm import Segment, ShmTransport
+from instep.transport.tally import Result
+
+
+class SharedShm(ShmTransport):
+    """Every rank writes its own elements into the segment. Nothing is gathered."""
+
+    def __init__(self, source: RankedSource) -> None:
+        super().__init__()
+        self.source = source
+
+    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+        return super().consider(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
+
+    def _brought(self, segment: Segment, tensors: list[TensorMeta], _: Values) -> Result:
+        source, channel = self.source, self.source.channel
+        run = source.run(tensors)
+        view = segment.view[: run.size]
+        channel.tell("write", Write(segment.name, tensors))
+        run.clear_gaps(torch.from_numpy(view), 0, run.size)
+        write(run, 0, source.module.memory, view)
+        channel.collect()
+        source.fill_made(run, torch.from_numpy(view), 0, run.size)
+        channel.tell("sum")
+        own = sum_up(view, run, 0, channel.size)
+        return add_up(run, [own, *(decode(answer, Sums) for answer in channel.collect())])
+
+    def _take_back(self, segment: Segment) -> None:
+        """A rank that is late may still write to it."""
+        segment.close()
+
+
+class Gathering(BroadcastTransport):
+    """Each bucket is brought together in rank 0 before it is sent; while it travels, the next one is.
+
+    whole: all are brought together first, which takes the memory of the model.
+    """
+
+    def __init__(self, backend: str, timeout: float, source: RankedSource, *, whole: bool) -> None:
+        super().__init__(backend, timeout)
+        self.source, self.whole = source, whole
+
+    def _packed(self, tensors: list[TensorMeta], _: Values, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        run = self.source.run(tensors)
+        self.source.channel.ask("send", tensors)
+        edges = buckets(run.size, self.way.bucket)
+        if self.whole:
+            everything = torch.empty(run.size, dtype=torch.uint8, device=self.device)
+            for low, high in edges:
+                self.source.fill(run, everything[low:high], low, high)
+        for index, (low, high) in enumerate(edges):
+            bucket = room(index, high - low)
+            if self.whole:
+                bucket.copy_(everything[low:high])
+            else:
+                self.source.fill(run, bucket, low, high)
+            yield bucket
+
+
+class RankedTransport(AutoTransport):
+    """The choice for a trainer of several ranks."""
+
+    def __init__(self, only: str, timeout: float, source: RankedSource, *, whole: bool) -> None:
+        every: dict[str, Transport] = {
+            "nccl": Gathering("nccl", timeout, source, whole=whole),
+            "shm": SharedShm(source),
+            "gloo": Gathering("gloo", timeout, source, whole=whole),
+            "http": HttpTransport(),  # gathers tensor by tensor, into memory of rank 0's
+        }
+        super().__init__(only, timeout, every)
+        self.source = source
+
+    def _device(self, _: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> torch.device:
+        return self.source.device

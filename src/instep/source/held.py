@@ -1,0 +1,74 @@
+"""What this rank holds of one live tensor, however a trainer has sharded it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from instep.errors import SourceError
+from instep.plan.shards import Extent, Interval, everything, of_intervals
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """shape, dtype: of the whole tensor. extents: what of it lies in `memory()`, a flat tensor.
+
+    memory: looked up at each call, because trainers move and swap their storage.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    extents: list[Extent]
+    memory: Callable[[], torch.Tensor]
+
+
+def whole(get: Callable[[], torch.Tensor]) -> Held:
+    """A tensor that every rank has."""
+    tensor = get()
+    return Held(tuple(tensor.shape), tensor.dtype, everything(tensor.shape), lambda: flat(get()))
+
+
+def of_dtensor(name: str, get: Callable[[], Any]) -> Held:
+    """Raises `SourceError` for one whose values are still to be summed up."""
+    tensor = get()
+    intervals = local_intervals(name, tensor)
+    # A mesh may leave this rank out, and small dimensions may leave it nothing.
+    extents = of_intervals(intervals) if intervals is not None and all(intervals) else []
+    return Held(tuple(tensor.shape), tensor.dtype, extents, lambda: flat(get()._local_tensor))
+
+
+def local_intervals(name: str, tensor: Any) -> list[list[Interval]] | None:
+    """Of each dimension the indices that this rank has, as intervals in order. None for a rank outside of the mesh."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    indices = [torch.arange(size) for size in tensor.shape]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise SourceError(f"{name} has placement {placement}: its values are still to be reduced", tensor=name)
+        if not placement.is_replicate():
+            # PyTorch's own rule, on the indices of one dimension instead of the tensor.
+            own = type(placement)(0, **_split_factor(placement))
+            parts, _ = own._split_tensor(indices[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=False)
+            indices[placement.dim] = parts[coordinate[mesh_dim]]
+    return [_intervals(some) for some in indices]
+
+
+def _split_factor(placement: Any) -> dict[str, int]:
+    """Of the placement that FSDP over tensor parallelism has."""
+    return {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+
+
+def _intervals(indices: torch.Tensor) -> list[Interval]:
+    if not len(indices):
+        return []
+    breaks = ((indices[1:] - indices[:-1]) != 1).nonzero().reshape(-1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in torch.tensor_split(indices, breaks.tolist())]
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat view of contiguous memory; of other memory a copy."""
+    return tensor.detach().contiguous().reshape(-1)

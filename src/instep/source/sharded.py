@@ -1,0 +1,150 @@
+"""A module whose tensors lie in several processes, seen from one of them: what it holds of each checkpoint tensor.
+
+Most checkpoint tensors are live tensors, or boxes of them: their bytes go straight from where they lie to where they are wanted. The others
+are *made*: an adapter is merged into them, or the checkpoint format joins them. For those the live tensors they are made of have to be
+brought together, one group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from instep.plan.region import Box
+from instep.plan.shards import Piece, ordered_box, pieces
+from instep.protocol import TensorMeta, dtype_name
+from instep.source.bare import merge
+from instep.source.layout import Saved
+from instep.source.module import checkpoint, read
+from instep.source.skeleton import Skeleton, structure
+from instep.source.tensors import versions
+
+Whole = Callable[[list[str]], dict[str, torch.Tensor]]
+"""Brings live tensors together, given by name. They may be written to."""
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a rank tells of itself.
+
+    tensors: of the checkpoint, the same on every rank. pieces: what this rank holds of those that are not in `made`.
+    parts: the live tensors that those in `made` are made of. part_pieces: what this rank holds of them.
+    """
+
+    tensors: list[TensorMeta]
+    pieces: list[Piece]
+    made: list[str]
+    parts: list[TensorMeta]
+    part_pieces: list[Piece]
+
+
+class Told(msgspec.Struct, frozen=True):
+    """The description of a rank, or nothing where it is the one that was told before."""
+
+    description: Description | None
+
+
+class ShardedModule:
+    """What this rank holds of a module: FSDP1 and 2, ZeRO-3, tensor parallelism, ignored and replicated parts, adapters.
+
+    Names, dtypes and values are those of `ModuleSource` for the gathered module. Raises `SourceError` for what cannot be read.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._taken: _Taken | None = None
+        self._structure: Hashable = None
+
+    def describe(self) -> Description:
+        """The same object for as long as the structure does not change."""
+        return self._current().description
+
+    def memory(self, live: str) -> torch.Tensor:
+        """What `Piece.source` counts in: this rank's part of a live tensor as it is now, flat."""
+        assert self._taken is not None
+        return self._taken.held[live].memory()
+
+    def memories(self) -> Iterator[torch.Tensor]:
+        return (held.memory() for held in self._current().held.values())
+
+    def stamp(self) -> Hashable:
+        """Does not see changes made through `tensor.data`, which PyTorch does not count."""
+        return id(self._current()), versions(self.memories())
+
+    def make(self, name: str, whole: Whole) -> dict[str, torch.Tensor]:
+        """The group of made checkpoint tensors that `name` belongs to."""
+        assert self._taken is not None
+        return self._taken.make(name, whole)
+
+    def _current(self) -> _Taken:
+        seen = structure(self._module)
+        if self._taken is None or seen != self._structure or not self._taken.skeleton.fits():
+            self._taken = None  # also where the new structure is refused
+            self._taken, self._structure = _Taken(self._module), seen
+        return self._taken
+
+
+class _Taken:
+    """A module's structure at one moment."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.skeleton = Skeleton(root)
+        self.module, self.state, self.adapters, saved = checkpoint(self.skeleton.module, id)
+        self.names = self.skeleton.names
+        self.held = {name: self.skeleton.held[key] for key, name in self.names.items()}
+        self.groups: dict[str, tuple[tuple[str, ...], list[Saved]]] = {}
+        found: list[Piece] = []
+        for parts, group in groupby((one for one in saved if one.meta.alias_of is None), key=lambda one: one.parts):
+            members = list(group)
+            boxes = [self._box(one) for one in members]
+            if any(box is None for box in boxes):
+                self.groups |= {one.meta.name: (parts, members) for one in members}
+                continue
+            live = self.names[id(self.state[parts[0]])]
+            for one, box in zip(members, boxes, strict=True):
+                found += pieces(one.meta.name, live, box, self.held[live].extents)  # type: ignore[arg-type]
+        needed = dict.fromkeys(name for parts, _ in self.groups.values() for name in self._needed(parts))
+        metas = [TensorMeta(name, dtype_name(self.held[name].dtype), self.held[name].shape) for name in needed]
+        held = [piece for name in needed for piece in pieces(name, name, _all(self.held[name].shape), self.held[name].extents)]
+        self.description = Description([one.meta for one in saved], found, list(self.groups), metas, held)
+
+    def _box(self, one: Saved) -> Box | None:
+        """Of the live tensor that a checkpoint tensor is; None for one that is made."""
+        if one.view is None or len(one.parts) != 1 or one.parts[0] in self.adapters:
+            return None
+        shape = tuple(self.state[one.parts[0]].shape)
+        return _all(shape) if one.whole else ordered_box(one.view, shape)
+
+    def _needed(self, parts: tuple[str, ...]) -> list[str]:
+        """The live tensors that go into a group."""
+        found = []
+        for part in parts:
+            found += self._of_adapter(self.adapters[part][1]) if part in self.adapters else [self.names[id(self.state[part])]]
+        return found
+
+    def _of_adapter(self, layer: Any) -> list[str]:
+        return [self.names[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers()) if id(tensor) in self.names]
+
+    def make(self, name: str, whole: Whole) -> dict[str, torch.Tensor]:
+        parts, group = self.groups[name]
+        values = whole(list(dict.fromkeys(self._needed(parts))))
+        by_id = {key: values[name] for key, name in self.names.items() if name in values}
+        merged = {
+            path: merge(path, layer, by_id) for path, layer in dict(self.adapters[part] for part in parts if part in self.adapters).items()
+        }
+        given = {}
+        for part in parts:
+            if part in self.adapters:
+                path = self.adapters[part][0]
+                given[part] = merged[path][part.removeprefix(f"{path}.")]
+            else:
+                given[part] = by_id[id(self.state[part])]
+        return {made: value.detach() for made, value in read(self.module, given, group)}
+
+
+def _all(shape: tuple[int, ...]) -> Box:
+    return tuple((0, size) for size in shape)

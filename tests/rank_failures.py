@@ -1,0 +1,176 @@
+"""What goes wrong in a push from several ranks, and what each rank is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rank_models import Sharded, make, plain
+from rank_ways import opened
+from source_models import saved
+
+from instep import WeightSync
+from instep.engine.memory import MemoryEngine
+from instep.errors import InstepError, SourceError
+from instep.ranks import follow, gather
+
+RANK = int(os.environ["RANK"])
+
+
+def attempt(call: Callable[[], Any]) -> dict[str, Any]:
+    """How a call ends, and after how long."""
+    started = time.monotonic()
+    try:
+        call()
+        error, kind = None, None
+    except InstepError as failure:
+        error, kind = str(failure), type(failure).__name__
+    return {"error": error, "kind": kind, "seconds": time.monotonic() - started}
+
+
+def begun(way: str, wrap: str = "fsdp2", **settings: Any) -> tuple[Sharded, Any, WeightSync]:
+    trainer = make(wrap, "llama")
+    engine = MemoryEngine(saved(plain("llama", seed=1))) if RANK == 0 else None
+    torch.distributed.barrier()  # short deadlines begin when all are ready
+    return trainer, engine, opened(trainer.module, engine, way, **settings)
+
+
+def ended(sync: WeightSync, engine: Any, **found: Any) -> dict[str, Any]:
+    """With a push that works again, and what the engine served before it."""
+    served = engine.version if engine else None
+    after = attempt(lambda: sync.push("after"))
+    sync.close()
+    return {**found, "served": served, "after": after["error"], "serves": engine.version if engine else None}
+
+
+def engine_fails(way: str) -> dict[str, Any]:
+    _, engine, sync = begun(way)
+    sync.push("v0")
+    if engine:
+        engine.inject("prepare", "error")
+    found = attempt(lambda: sync.push("v1"))
+    return ended(sync, engine, **found)
+
+
+def rank_fails(way: str) -> dict[str, Any]:
+    """Rank 1 cannot read its source."""
+    _, engine, sync = begun(way)
+    sync.push("v0")
+    if RANK == 1:
+        role: Any = sync._role
+        memory = role.module.memory
+
+        def broken(_: str) -> Any:
+            role.module.memory = memory
+            raise SourceError("the disk with the offloaded shard is gone", tensor="norm")
+
+        role.module.memory = broken
+    found = attempt(lambda: sync.push("v1"))
+    return ended(sync, engine, **found)
+
+
+def rank_is_absent() -> dict[str, Any]:
+    """Rank 1 makes no call; it is there again for the next one."""
+    _, engine, sync = begun("shm", timeout=5.0)
+    sync.push("v0")
+    torch.distributed.barrier()
+    found = attempt(lambda: sync.push("v1")) if RANK != 1 else {}
+    torch.distributed.barrier()
+    return ended(sync, engine, **found)
+
+
+def rank_is_ahead() -> dict[str, Any]:
+    """Rank 1 leaves a call out and makes the next one at once."""
+    _, engine, sync = begun("shm", timeout=20.0)
+    sync.push("v0")
+    found = attempt(lambda: sync.push("v1")) if RANK != 1 else {}
+    return ended(sync, engine, **found)
+
+
+def leader_is_absent() -> dict[str, Any]:
+    _, engine, sync = begun("shm", timeout=5.0)
+    sync.push("v0")
+    torch.distributed.barrier()
+    found = attempt(lambda: sync.push("v1")) if RANK > 0 else {}
+    torch.distributed.barrier()
+    return ended(sync, engine, **found)
+
+
+def versions_differ() -> dict[str, Any]:
+    _, engine, sync = begun("shm", timeout=5.0)
+    sync.push("v0")
+    torch.distributed.barrier()
+    found = attempt(lambda: sync.push("v1" if RANK != 1 else "v2"))
+    torch.distributed.barrier()
+    return ended(sync, engine, **found)
+
+
+def rank_dies(way: str, bucket: str) -> dict[str, Any]:
+    """The last rank is killed while it gives its part of a bucket, or while it writes to the segment."""
+    _, engine, sync = begun(way, timeout=4.0)
+    sync.push("v0")
+    if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
+        calls = []
+
+        def dying(*arguments: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) > int(bucket):
+                os._exit(9)
+            return real(*arguments)
+
+        real = follow.write if way == "shm" else follow.give
+        setattr(follow, "write" if way == "shm" else "give", dying)
+    found = attempt(lambda: sync.push("v1"))
+    served = engine.version if engine else None
+    return {**found, "served": served}
+
+
+def slow_receiver() -> dict[str, Any]:
+    """The engine takes its time for each bucket. When each rank began and ended its part of each, on one clock."""
+    from instep.transport import incoming
+
+    _, engine, sync = begun("one", timeout=60.0)
+    sync.push("v0")
+    real_receive, real_take, real_give = incoming.receive, gather.take, follow.give
+    seen: list[tuple[str, float, float]] = []
+    rooms: list[int] = []
+
+    def timed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(meeting: Any, *arguments: Any) -> Any:
+            started = time.monotonic()
+            result = real(meeting, *arguments)
+            seen.append((real.__name__, started, time.monotonic()))
+            rooms.append(len(meeting.room))
+            return result
+
+        return call
+
+    def slow(*arguments: Any) -> Any:
+        for index in real_receive(*arguments):
+            seen.append(("received", time.monotonic(), 0.0))
+            time.sleep(0.05)
+            yield index
+
+    from instep.ranks import lead
+
+    incoming.receive, lead.take, follow.give = slow, timed(real_take), timed(real_give)
+    try:
+        sync.push("v1")
+    finally:
+        incoming.receive, lead.take, follow.give = real_receive, real_take, real_give
+    return ended(sync, engine, seen=seen, room=max(rooms, default=0))
+
+
+FAILURES: dict[str, Callable[..., dict[str, Any]]] = {
+    "engine-fails": engine_fails,
+    "rank-fails": rank_fails,
+    "rank-is-absent": rank_is_absent,
+    "rank-is-ahead": rank_is_ahead,
+    "leader-is-absent": leader_is_absent,
+    "versions-differ": versions_differ,
+    "rank-dies": rank_dies,
+    "slow-receiver": slow_receiver,
+}

@@ -1,0 +1,29 @@
+"""How a trainer of several ranks brings its weights to an engine in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instep import WeightSync
+from instep.transport import broadcast
+
+HTTP: dict[str, dict[str, Any]] = {"http": {"transport": "http"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "shm": {"transport": "shm"},
+    "one": {"transport": "gloo"},
+    "seven": {"transport": "gloo"},
+    "whole": {"transport": "gloo", "gather_whole_model": True},
+}
+BLOCK = 32 << 10
+BUCKETS = {"one": BLOCK, "seven": 7 * BLOCK}
+"""A tiny tensor takes one block: so many of them are in a bucket."""
+
+
+def opened(module: Any, engine: Any, way: str, **settings: Any) -> WeightSync:
+    """engine: None on every rank but the first."""
+    before = broadcast.WAYS["gloo"]
+    broadcast.WAYS["gloo"] = broadcast.Way(BUCKETS.get(way, 1 << 20), "prepare", on_gpu=False)
+    try:
+        return WeightSync(module, [] if engine is None else [engine], **{"timeout": 30.0, **(WAYS | HTTP)[way], **settings})
+    finally:
+        broadcast.WAYS["gloo"] = before

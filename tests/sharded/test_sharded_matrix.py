@@ -1,0 +1,35 @@
+"""Every kind of sharded trainer, to an engine in memory: bit for bit what a fresh engine has that loads the gathered `save_pretrained`.
+
+Each case pushes through shared memory, and by Gloo in buckets of one tensor, of seven, and gathered whole; before the first forward,
+between backward and step, and after the step.
+"""
+
+from __future__ import annotations
+
+import pytest
+from rank_groups import Seen, played
+
+PLAIN = ("qwen3", "llama", "moe")
+ADAPTED = ("lora", "lora-tied", "lora-experts")
+WRAPS = ("plain", "ddp", "fsdp1", "fsdp2", "fsdp2-ignored", "fsdp2-compiled", "fsdp2-checkpointed", "zero0", "zero1", "zero2", "zero3")
+ON_TWO = [
+    *(f"push/{wrap}/{model}" for wrap in WRAPS for model in PLAIN),
+    *(f"push/{wrap}/lora" for wrap in ("plain", "ddp", "zero0", "zero1", "zero2")),
+    *(f"push/{wrap}/{model}" for wrap in ("fsdp1-orig", "fsdp2", "zero3") for model in ADAPTED),
+    *(f"push/{wrap}/llama" for wrap in ("fsdp1-orig", "fsdp1-whole", "fsdp1-grad", "fsdp2-unsharded", "fsdp2-columns", "tp")),
+    "push/fsdp2-columns/moe",
+]
+ON_THREE = [*(f"push/{wrap}/qwen3" for wrap in ("fsdp1", "fsdp2", "zero3")), "push/fsdp2/lora"]
+ON_FOUR = [*(f"push/{wrap}/llama" for wrap in ("fsdp2-hybrid", "fsdp2-tp", "fsdp1", "tp")), "push/fsdp2/moe"]
+
+
+@pytest.mark.parametrize("case", [played(size, case) for size, cases in ((2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)) for case in cases])
+def test_the_engine_has_what_the_gathered_model_has(case: str, found: Seen) -> None:
+    for seen in found:
+        assert seen["same"] == dict.fromkeys(seen["same"], True)
+        assert len(seen["same"]) == 12
+    assert all(seen["digests"] == found[0]["digests"] for seen in found), "every rank has the same receipts"
+    digests = found[0]["digests"]
+    for way in ("shm", "one", "seven", "whole"):
+        assert digests[f"first {way}"] == digests[f"pending {way}"] == digests["first shm"], "gradients change nothing"
+        assert digests[f"stepped {way}"] == digests["stepped shm"] != digests["first shm"], "the step does"
