@@ -224,7 +224,7 @@ def test_sixty_four_completions_at_once_while_fifty_versions_arrive(server: Serv
     assert server.status()["versions"] == ["many-50"]
 
 
-def test_ten_thousand_malformed_requests_change_nothing_while_generation_goes_on(server: Server, sync: WeightSync, model: Any) -> None:
+def test_two_thousand_malformed_requests_change_nothing_while_generation_goes_on(server: Server, sync: WeightSync, model: Any) -> None:
     become(model, 3)
     sync.push("sound")
 
@@ -234,10 +234,10 @@ def test_ten_thousand_malformed_requests_change_nothing_while_generation_goes_on
             async def generate() -> None:
                 assert (await asyncio.to_thread(server.generate, PROMPTS[0]))["finish"] == "length"
 
-            return await attack(http, TOKEN, 10_000, generate)
+            return await attack(http, TOKEN, 2_000, generate)
 
     codes, ended = asyncio.run(main())
-    assert codes.total() == 10_000
+    assert codes.total() == 2_000
     assert ended > 10
     serves(server, model, "sound")
     become(model, 4)
