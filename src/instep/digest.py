@@ -93,6 +93,12 @@ def digest(tensor: torch.Tensor, meta: TensorMeta) -> int:
     return (seed + partial(as_bytes(tensor), seed)) & MASK
 
 
+def unordered(tensor: torch.Tensor) -> int:
+    """64 bits of a tensor's elements that do not tell their order: equal for two layouts of the same elements, additive over parts."""
+    bits = as_bytes(tensor).view(f"u{tensor.element_size()}")
+    return sum(int(mix(bits[at : at + CHUNK].astype(np.uint64)).sum()) for at in range(0, bits.size, CHUNK)) & MASK
+
+
 def digests(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> dict[str, int]:
     """The digests of tensors that lie in `data`, each from a multiple of BLOCK_BYTES on and followed by zeros up to the next one."""
     return from_sums(all_sums(data), tensors, offsets)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from instep.digest import MASK, digest, seed_of
+from instep.digest import MASK, digest, seed_of, unordered
 from instep.engine import connect
 from instep.engine.fleet import Member
 from instep.errors import SourceError, VersionConflict
 from instep.plan.region import covered
 from instep.plan.routes import apart, check_metadata, signature
 from instep.protocol import DigestRequest, Held, Part, Region, TensorMeta
+from instep.receiver.apply import view
 from instep.source import Source, open_source, unchanged
 
 BATCH = 256 << 20  # bytes of tensors that workers read back in one call: the engine's next step waits for it
+REARRANGED = "the engine keeps {} in a layout of its own, with the same elements"
 UNPROVED = "; no push has shown yet that the engine keeps this layer as the checkpoint has it"
+
+Batch = list[tuple[TensorMeta, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,13 @@ async def verify(source: object, engine: object, *, deadline: float = 60.0, cana
     found = Verified(member.name, member.version, member.serving == "dirty")
     equal: list[TensorMeta] = []
     with unchanged(read):
-        for batch in _batches(read, tensors):
-            request = DigestRequest(tensors, signature(tensors), [meta.name for meta, _ in batch])
-            held = await member.call("digest", Held, request)
-            if member.version != found.version:
-                raise VersionConflict(f"{member.name} took {member.version!r} while it was compared: compare again")
+        async for batch, held in _asked(member, read, tensors, {meta.name for meta in tensors}):
             equal += _compared(batch, held, found)
+        unproved = {name for name, why in found.differing.items() if why.endswith(UNPROVED)}
+        if len(unproved) == len(found.differing):  # otherwise it differs anyway
+            for name, why in (await _rearranged(member, read, tensors, unproved)).items():
+                found.unread[name] = why
+                del found.differing[name]
     found = replace(found, equal=len(equal), nbytes=sum(meta.nbytes for meta in equal))
     if expected := read.score(list(canary)) if canary else None:
         scores = await member.bounded("canary", member.engine.score(list(canary)))
@@ -68,12 +73,27 @@ async def verify(source: object, engine: object, *, deadline: float = 60.0, cana
     return found
 
 
-def _batches(source: Source, tensors: Sequence[TensorMeta]) -> Iterator[list[tuple[TensorMeta, torch.Tensor]]]:
+async def _asked(
+    member: Member, source: Source, tensors: Sequence[TensorMeta], names: Set[str], *, in_order: bool = True
+) -> AsyncIterator[tuple[Batch, list[Held]]]:
+    """The source's tensors of these names, batch by batch, and what each worker says of them."""
+    version = member.version
+    for batch in _batches(source, tensors, names):
+        request = DigestRequest(list(tensors), signature(tensors), [meta.name for meta, _ in batch], not in_order)
+        held = await member.call("digest", Held, request)
+        if member.version != version:
+            raise VersionConflict(f"{member.name} took {member.version!r} while it was compared: compare again")
+        yield batch, held
+
+
+def _batches(source: Source, tensors: Sequence[TensorMeta], names: Set[str]) -> Iterator[Batch]:
     metas = {meta.name: meta for meta in tensors}
-    batch: list[tuple[TensorMeta, torch.Tensor]] = []
+    batch: Batch = []
     for name, value in source.tensors():
         if name not in metas:
             raise SourceError(f"{name} was not there when the source was described", tensor=name)
+        if name not in names:
+            continue
         if batch and sum(meta.nbytes for meta, _ in batch) + metas[name].nbytes > BATCH:
             yield batch
             batch = []
@@ -82,7 +102,24 @@ def _batches(source: Source, tensors: Sequence[TensorMeta]) -> Iterator[list[tup
         yield batch
 
 
-def _compared(batch: Sequence[tuple[TensorMeta, torch.Tensor]], held: Sequence[Held], found: Verified) -> Iterator[TensorMeta]:
+async def _rearranged(member: Member, source: Source, tensors: Sequence[TensorMeta], names: Set[str]) -> dict[str, str]:
+    """Of tensors that differ where no push has shown how the engine keeps them: those that go to parameters with the very same elements
+    in another order, and why they are not read back."""
+    have: dict[tuple[int, str], int] = {}
+    want: dict[tuple[int, str], int] = defaultdict(int)
+    places: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    async for batch, held in _asked(member, source, tensors, names, in_order=False):
+        values = {meta.name: value for meta, value in batch}
+        for rank, part in ((rank, part) for rank, worker in enumerate(held) for part in worker.parts):
+            place, value = (rank, part.param), values[part.tensor].to(getattr(torch, part.dtype)).contiguous()
+            have[place] = part.total
+            want[place] += sum(unordered(view(value, region)) for region in part.regions)
+            places[part.tensor].add(place)
+    same = {place for place, total in have.items() if total == want[place] & MASK}
+    return {name: REARRANGED.format(min(of)[1]) for name, of in places.items() if of <= same}
+
+
+def _compared(batch: Batch, held: Sequence[Held], found: Verified) -> Iterator[TensorMeta]:
     """The tensors that are equal. The others are noted in `found`."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for worker in held:
@@ -117,5 +154,5 @@ def _difference(meta: TensorMeta, value: torch.Tensor, parts: Sequence[Part]) ->
     wanted = digest(value.to(getattr(torch, stored.dtype)), stored)
     if total == wanted:
         return None, True
-    unproved = "" if all(part.proved for part in parts) else UNPROVED
+    unproved = "" if len(meta.shape) < 2 or all(part.proved for part in parts) else UNPROVED  # a vector has no other layout
     return f"digest {total:016x}, the checkpoint's is {wanted:016x}{unproved}", True

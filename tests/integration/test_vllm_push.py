@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from engines import greedy, versions
 from models import PROMPTS, tiny
 
 from instep import WeightSync
+from instep.verify import verify
 
 FAMILIES = ("qwen3", "llama", "qwen3_moe")
 
@@ -57,6 +59,19 @@ def test_a_checkpoint_directory_is_a_source(
     with WeightSync(source=checkpoints(family, 3), engines=[llm]) as sync:
         sync.push("from-disk")
     assert greedy(llm, PROMPTS) == reference(family, 3)
+
+
+def test_what_is_served_is_told_from_another_checkpoint(served: tuple[str, Any], checkpoints: Callable[[str, int], Path]) -> None:
+    """Also where vLLM keeps weights in another order: its experts on the CPU."""
+    family, llm = served
+    with WeightSync(source=checkpoints(family, 3), engines=[llm]) as sync:
+        sync.push("compared")
+    same, other = (asyncio.run(verify(checkpoints(family, seed), llm)) for seed in (3, 2))
+    assert (same.version, same.differing) == ("compared", {})
+    assert same.equal > 0
+    assert all(".experts." in name for name in same.unread)
+    assert bool(same.unread) == (family == "qwen3_moe")
+    assert other.differing
 
 
 def test_stock_reload_of_experts_is_wrong(reference: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from instep.digest import as_bytes, partial, seed_of
+from instep.digest import as_bytes, partial, seed_of, unordered
 from instep.protocol import DigestRequest, Held, ParamMeta, Part, Route, TensorMeta, WorkerPlan
 from instep.receiver import Host
 from instep.receiver.apply import Applier, view
@@ -27,6 +27,7 @@ def held(host: Host, applier: Applier | None, wanted: DigestRequest) -> Held:
     metas, names = {meta.name: meta for meta in wanted.tensors}, set(wanted.names)
     live, params = dict(live_tensors(host.model)), {param.name: param for param in plan.params}
     parts, unread = [], {}
+    sums: dict[str, int] = {}  # of whole parameters
     for (name, param), routes in _by_tensor(plan, metas, names).items():
         meta = params[param]
         why = _unreadable(meta, live.get(param), plan, applier)
@@ -34,8 +35,12 @@ def held(host: Host, applier: Applier | None, wanted: DigestRequest) -> Held:
             unread[name] = why
         else:
             proved = applier is not None and meta.layer in applier.direct
-            total = _sum(TensorMeta(name, meta.dtype, metas[name].shape), live[param], routes)
-            parts.append(Part(name, meta.dtype, list(dict.fromkeys(route.source for route in routes if route.source)), total, proved))
+            stored = TensorMeta(name, meta.dtype, metas[name].shape)
+            if wanted.unordered and param not in sums:
+                sums[param] = unordered(live[param])
+            total = sums[param] if wanted.unordered else _sum(stored, live[param], routes)
+            regions = list(dict.fromkeys(route.source for route in routes if route.source))
+            parts.append(Part(name, param, meta.dtype, regions, total, proved))
     if plan.reload_only:
         unread |= dict.fromkeys(names - unread.keys() - {part.tensor for part in parts}, COMPUTED)
     return Held(parts, unread)
