@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-Method = Literal["hello", "trace", "prepare", "ready", "commit", "abort", "status"]
+Method = Literal["hello", "trace", "prepare", "ready", "commit", "abort", "status", "digest"]
 State = Literal["serving", "dirty"]
 
 ITEM_BYTES = {
@@ -208,6 +208,35 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     wholes: dict[str, int] = {}
     parts: dict[str, int] = {}
     """Sums taken while pulling (see `digest.py`): of whole tensors, and of what this worker's routes read of a tensor."""
+
+
+class DigestRequest(msgspec.Struct, frozen=True):
+    """Asks what a worker holds of the tensors `names`. The whole list and its signature are those of `TraceRequest`."""
+
+    tensors: list[TensorMeta]
+    signature: str
+    names: list[str]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What one parameter of a worker holds of one checkpoint tensor.
+
+    dtype: that the engine stores. regions: of the tensor. total: their sum without the seed (see `digest.py`).
+    proved: a push has shown that the engine keeps this layer as the checkpoint has it.
+    """
+
+    tensor: str
+    dtype: str
+    regions: list[Region]
+    total: int
+    proved: bool
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Answer to digest. unread: tensors that cannot be read back from this worker, and why."""
+
+    parts: list[Part]
+    unread: dict[str, str]
 
 
 T = TypeVar("T")

@@ -35,6 +35,7 @@ class Receipt:
     pause: the longest time that an engine did not generate.
     canary_gap: largest difference of a log-probability between engines and trainer; None without a canary.
     non_finite: tensors that hold a NaN or an infinity; they were sent all the same.
+    transport, why: how the bytes travelled, and what spoke against faster ways.
     failed: engines that a push with `require="any"` did not reach.
     """
 
@@ -47,6 +48,8 @@ class Receipt:
     canary_gap: float | None = None
     non_finite: tuple[str, ...] = ()
     failed: tuple[EngineState, ...] = field(default=())
+    transport: str = ""
+    why: str = ""
 
     @property
     def pause(self) -> float:

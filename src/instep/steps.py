@@ -192,6 +192,8 @@ class Push:
             canary_gap=gap,
             non_finite=self.published.non_finite if self.published else (),
             failed=tuple(member.state() for member in session.fleet.members if member.failure),
+            transport=manifest.location.transport,
+            why=session.transport.against,
         )
         self.tell(Event("done", self.version, receipt=receipt))
         return receipt

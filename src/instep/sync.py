@@ -36,7 +36,7 @@ class WeightSync:
     copies the weights once, before it moves anything: from then on the trainer may change them.
 
     source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, or a `Source`.
-    engines: `vllm.LLM`, `AsyncLLM`, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
+    engines: `vllm.LLM`, `AsyncLLM`, a server's URL, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
     Where the source lies in several processes (FSDP, ZeRO, DTensor), every rank makes a `WeightSync` and makes the same calls. Rank 0 has
     the engines; the others' are not looked at, and every rank returns the same receipt or raises the same error.
     The other settings are those of `instep.config.Config`. `sinks` receive an `Event` at a time (see `instep.telemetry`).

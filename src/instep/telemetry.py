@@ -6,11 +6,13 @@ sync = WeightSync(model, [llm], sinks=[progress_bar(), prometheus()])
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from instep.errors import InstepError
+from instep.metrics import Lag, metrics
 from instep.receipt import Receipt
 
 logger = logging.getLogger("instep")
@@ -41,30 +43,46 @@ def log(event: Event) -> None:
 
 
 def prometheus(registry: Any = None) -> Sink:
-    """Counters and histograms in `registry` (default: prometheus_client's own). Needs `prometheus_client`."""
-    from prometheus_client import REGISTRY, Counter, Histogram
+    """The metrics of docs/metrics.md in `registry` (default: prometheus_client's own). Needs `prometheus_client`."""
+    counted, lags = metrics(registry), defaultdict[str, Lag](Lag)
 
-    registry = registry or REGISTRY
-    duration = Histogram("instep_sync_duration_seconds", "Duration of each phase of a push", ["phase"], registry=registry)
-    pause = Histogram("instep_pause_seconds", "Time an engine did not generate during a push", ["engine"], registry=registry)
-    nbytes = Counter("instep_sync_bytes", "Bytes published to engines", registry=registry)
-    syncs = Counter("instep_syncs", "Pushes by outcome: ok, partial, or the error's name", ["outcome"], registry=registry)
-    mismatches = Counter("instep_digest_mismatches", "Pushes that ended because bytes were not the trainer's", registry=registry)
+    def behind(engine: str, version: str, served: bool) -> None:
+        (lags[engine].serve if served else lags[engine].begin)(version)
+        counted.lag.labels(engine).set(len(lags[engine]))
 
     def sink(event: Event) -> None:
-        if event.receipt is not None:
-            for phase, seconds in event.receipt.seconds.items():
-                duration.labels(phase).observe(seconds)
-            for engine in event.receipt.engines:
-                pause.labels(engine.engine).observe(engine.pause)
-            nbytes.inc(event.receipt.nbytes)
-            syncs.labels("partial" if event.receipt.failed else "ok").inc()
-        elif event.error is not None:
-            syncs.labels(type(event.error).__name__).inc()
-            if type(event.error).__name__ == "DigestMismatch":
-                mismatches.inc()
+        receipt, error = event.receipt, event.error
+        if receipt is not None:
+            for phase, seconds in receipt.seconds.items():
+                counted.seconds.labels(phase).observe(seconds)
+            for engine in receipt.engines:
+                counted.pause.labels(engine.engine).observe(engine.pause)
+                counted.bytes.labels(receipt.transport).inc(receipt.nbytes)
+                behind(engine.engine, event.version, served=True)
+            for state in receipt.failed:
+                behind(state.engine, event.version, served=False)
+            counted.ended("partial" if receipt.failed else "ok")
+        elif error is not None:
+            reached = {state.engine: state.serving == "new" for state in getattr(error, "engines", ())}
+            for name in lags.keys() | reached.keys():
+                behind(name, event.version, served=reached.get(name, False))
+            counted.ended(type(error).__name__)
 
     return sink
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of a push that has ended, for any logger of scalars; of another event none.
+
+    Names: `instep/seconds/PHASE`, `instep/pause` (seconds), `instep/bytes`, `instep/engines`, `instep/failed`, `instep/canary_gap`.
+    """
+    receipt = event.receipt
+    if receipt is None:
+        return {"instep/failed": 1.0} if event.error is not None else {}
+    found = {f"instep/seconds/{phase}": seconds for phase, seconds in receipt.seconds.items()}
+    found |= {"instep/pause": receipt.pause, "instep/bytes": float(receipt.nbytes)}
+    found |= {"instep/engines": float(len(receipt.engines)), "instep/failed": float(len(receipt.failed))}
+    return found if receipt.canary_gap is None else found | {"instep/canary_gap": receipt.canary_gap}
 
 
 def progress_bar() -> Sink:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from memory_server import HERE, TOKEN, Process
 from toys import attention
@@ -21,6 +22,7 @@ from instep import MemoryEngine, WeightSync
 from instep.engine.http import HttpEngine
 from instep.errors import EngineLost, EngineTimeout, SyncError, TransportError
 from instep.transport import shm
+from instep.transport.broadcast import own_address
 
 SEED = {seed: str(MemoryEngine(attention(seed)).fingerprint()) for seed in range(4)}
 """What an engine with these weights tells of them."""
@@ -91,6 +93,21 @@ def test_two_servers_follow_a_trainer(servers: list[Process]) -> None:
 def test_every_way_for_the_bytes(server: Process, transport: Any) -> None:
     push(server, 1, transport, transport=transport)
     assert server.serves() == {"version": transport, "fingerprint": SEED[1], "paused": False}
+
+
+@pytest.mark.parametrize("transport", ["auto", "http"])
+def test_a_server_on_another_host_is_reached_by_this_hosts_address(
+    server: Process, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on this one, and the trainer takes it for another."""
+    monkeypatch.setattr("instep.transport.host", lambda: "another")
+    with WeightSync(attention(2), [engine(server)], transport=transport, timeout=20) as sync:
+        sync.push(f"far-{transport}")
+        assert sync._session.current is not None
+        location = sync._session.current.location
+        assert location.transport == ("gloo" if transport == "auto" else "http")
+        assert own_address() in location.address.split("@")
+    assert server.serves() == {"version": f"far-{transport}", "fingerprint": SEED[2], "paused": False}
 
 
 def test_one_of_two_servers_is_killed(servers: list[Process]) -> None:
@@ -223,8 +240,6 @@ def test_generation_loses_no_request_while_fifty_versions_arrive(server: Process
             seen.append(answer.raise_for_status().json()["version"])
 
     async def main() -> None:
-        import httpx
-
         done = asyncio.Event()
         with WeightSync(weights, [engine(server)]) as sync:
             await sync.apush("0")

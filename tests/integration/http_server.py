@@ -57,13 +57,20 @@ class Server:
             **({"host": host} if host else {}),
             **arguments,
         }
-        self.command = [sys.executable, "-c", PROGRAM, "serve", str(model), *flags(**given)]
+        self.command = self.program(str(model)) + flags(**given)
         self.start()
+
+    def program(self, model: str) -> list[str]:
+        return [sys.executable, "-c", PROGRAM, "serve", model]
+
+    def settings(self) -> dict[str, str]:
+        """More of its environment."""
+        return {}
 
     def start(self) -> None:
         paths = [str(Path(instep.__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, **SETTINGS, "VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        environment["INSTEP_TEST_FAULT"] = str(self.fault)
+        environment |= {"INSTEP_TEST_FAULT": str(self.fault), **self.settings()}
         environment.pop("INSTEP_TOKEN", None)
         if self.token:
             environment["INSTEP_TOKEN"] = self.token

@@ -1,4 +1,4 @@
-"""A real `instep serve` that is killed within a commit: it catches up from a directory before it says that it is ready, and follows again."""
+"""A real `instep serve` that is killed within a commit: it catches up from a directory before it says that it is ready."""
 
 from __future__ import annotations
 

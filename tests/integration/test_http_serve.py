@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,14 +10,17 @@ import sys
 import threading
 import time
 import urllib.error
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from http_server import TOKEN, Server
+from junk import attack
 from models import PROMPTS, save, tiny
 from plain_tokens import trainer_logprobs
 
@@ -218,6 +222,27 @@ def test_sixty_four_completions_at_once_while_fifty_versions_arrive(server: Serv
         assert numbers == sorted(set(numbers))
     assert any(len(answer["versions"]) > 1 for answer in answers)
     assert server.status()["versions"] == ["many-50"]
+
+
+def test_ten_thousand_malformed_requests_change_nothing_while_generation_goes_on(server: Server, sync: WeightSync, model: Any) -> None:
+    become(model, 3)
+    sync.push("sound")
+
+    async def main() -> tuple[Counter[int], int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+
+            async def generate() -> None:
+                assert (await asyncio.to_thread(server.generate, PROMPTS[0]))["finish"] == "length"
+
+            return await attack(http, TOKEN, 10_000, generate)
+
+    codes, ended = asyncio.run(main())
+    assert codes.total() == 10_000
+    assert ended > 10
+    serves(server, model, "sound")
+    become(model, 4)
+    sync.push("sound-again")
+    serves(server, model, "sound-again")
 
 
 def test_the_token_is_nowhere_to_be_seen(server: Server) -> None:

@@ -41,17 +41,29 @@ def test_wrong_usage_ends_with_2_and_nothing_on_stdout() -> None:
     assert "--no-such-flag" in result.stderr
 
 
-def test_the_command_line_has_at_most_16_flags() -> None:
-    root = cli.app()
-    flags = [
-        name
-        for command in ("demo", "doctor", "plan", "bench")
-        for argument in root[command].assemble_argument_collection()
-        for name in argument.names
-        if name.startswith("--") and not name.startswith("--no-")  # cyclopts lists negations that the root's default takes away
-    ]
-    assert len(flags) <= 16
-    assert {"--json", "--self-test", "--model", "--steps", "--shapes", "--repeats"} <= set(flags)
+COMMANDS = ("demo", "doctor", "plan", "serve", "push", "status", "watch", "verify", "bench")
+
+
+def flags(command: str) -> dict[str, str | None]:
+    """Of one command, with their help. cyclopts lists negations that the root's default takes away."""
+    arguments = cli.app()[command].assemble_argument_collection(parse_docstring=True)
+    shown = [argument for argument in arguments if argument.parameter.show is not False]
+    return {argument.names[0]: argument.parameter.help for argument in shown if not argument.names[0].startswith("--no-")}
+
+
+def test_the_command_line_has_few_flags() -> None:
+    every = {name for command in COMMANDS for name in flags(command) if name.startswith("--")}
+    assert {"--json", "--self-test", "--model", "--steps", "--shapes", "--engine", "--version", "--canary"} <= every
+    assert len(every) <= 20
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_every_argument_is(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [name for name, text in flags(command).items() if not text] == []
+    cli.app()([command, "--help"])
+    output = capsys.readouterr().out
+    assert "Exit codes: 0 done" in output
+    assert all(name in output for name in flags(command) if name.startswith("--"))
 
 
 NEW, OLD = EngineState("a", "new", "v2"), EngineState("b", "old", "v1")
@@ -83,6 +95,18 @@ def test_an_error_is_told_in_words_and_in_the_exit_code(
     assert output.err == f"{type(error).__name__}: {error}\n"
 
 
+def test_ctrl_c_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def doctor() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("instep.cli.doctor.doctor", doctor)
+    monkeypatch.setattr(sys, "argv", ["instep", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_demo_hands_its_flags_on_and_returns_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
@@ -92,9 +116,9 @@ def test_demo_hands_its_flags_on_and_returns_the_exit_code(monkeypatch: pytest.M
 
     monkeypatch.setattr("instep.cli.demo.run", fake)
     monkeypatch.setattr(
-        sys, "argv", ["instep", "demo", "--model", "tiny", "--steps", "2", "--seed", "7", "--out", "results", "--json", "--ray"]
+        sys, "argv", ["instep", "demo", "--model", "tiny", "--steps", "2", "--seed", "7", "--out", "results", "--json", "--http"]
     )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 3
-    assert seen == ["tiny", 2, 7, Path("results"), True, True]
+    assert seen == ["tiny", 2, 7, Path("results"), True, False, True]

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync, cli
+from instep.bench.report import time
 from instep.cli import plan as command
 from instep.cli.layer_rows import Row, alike, rows, tables, together
 
@@ -100,6 +101,9 @@ def test_casts_are_told_and_the_table_has_shapes_in_brackets(folder: Path) -> No
     with console.capture() as captured:
         console.print(tables(report))
     assert "weight bfloat16[24, 8]" in captured.get()
+    assert (
+        f"expected here: {time(report.second.seconds['total'])} a push, generation paused for {time(report.second.pause)}" in captured.get()
+    )
     assert "model.layers.0..1.input_layernorm.weight is rounded from float32 to bfloat16" in captured.get()
 
 

@@ -125,58 +125,6 @@ def test_a_length_that_lies_is_found_out() -> None:
     assert asyncio.run(main()) == 413
 
 
-# At most once.
-
-
-def test_a_request_that_is_sent_again_runs_once_and_gets_the_same_answer() -> None:
-    at = served()
-    first, second = run(at, ("hello", call(1, request())), ("hello", call(1, request(), again=True)))
-    assert (first.status_code, first.content) == (second.status_code, second.content)
-    assert at.engine.calls == ["hello"]  # type: ignore[attr-defined]
-
-
-def test_one_that_asks_what_came_of_a_request_runs_nothing() -> None:
-    at = served()
-    [answer] = run(at, ("resume", call(1, encode(()), again=True)))
-    assert (answer.status_code, at.engine.calls) == (409, [])  # type: ignore[attr-defined]
-    assert "nothing was done" in answer.json()["error"]
-
-
-def test_a_whole_push_that_is_replayed_changes_nothing() -> None:
-    """Every request of it, as it was sent and with new numbers."""
-    at = served()
-    sent: list[tuple[str, bytes]] = []
-    answer = at.answer
-
-    async def noted(route: str, payload: bytes) -> bytes:
-        sent.append((route, payload))
-        return await answer(route, payload)
-
-    at.answer = noted  # type: ignore[method-assign]
-    with WeightSync(attention(1), [asgi_engine(at)]) as sync:
-        sync.push("v1")
-        sync.push("v2")
-    at.answer = answer  # type: ignore[method-assign]
-    assert {"hello", "trace", "prepare", "pause", "commit", "label", "resume", "refuse"} <= {route for route, _ in sent}
-    before = state(at)
-    commits = [(route, payload) for route, payload in sent if route in ("prepare", "ready", "commit", "abort")]
-    for number, (route, payload) in enumerate(commits, 1000):
-        [late] = run(at, (route, call(number, payload, name="replayer")))
-        assert route in ("abort", "ready") or 400 <= late.status_code < 500
-    assert state(at)[:5] == before[:5]
-    assert [worker[:4] for worker in state(at)[5]] == [worker[:4] for worker in before[5]]
-
-
-def test_old_numbers_are_refused() -> None:
-    at = served()
-    run(at, ("status", call(1, request())), ("status", call(1000, request())))
-    for number in (2, 700):
-        [answer] = run(at, ("status", call(number, request())))
-        assert answer.status_code == 409
-    [other] = run(at, ("hello", call(1000, request())))
-    assert (other.status_code, "was another request" in other.json()["error"]) == (409, True)
-
-
 # What the server says.
 
 

@@ -39,7 +39,7 @@ def test_garbage_is_answered(trainer: Trainer, method: str, payload: bytes) -> N
 
 
 @given(
-    st.sampled_from(["hello", "trace", "prepare", "ready", "commit", "abort", "status", ""]),
+    st.sampled_from(["hello", "trace", "prepare", "ready", "commit", "abort", "status", "digest", ""]),
     st.binary(max_size=60),
     st.integers(-(2**40), 2**40),
 )

@@ -13,7 +13,7 @@ from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import DigestMismatch, EngineLost, PlanError
-from instep.telemetry import Event, progress_bar, prometheus
+from instep.telemetry import Event, progress_bar, prometheus, scalars
 
 pytestmark = pytest.mark.usefixtures("segments")
 
@@ -79,11 +79,38 @@ def test_prometheus_counts_into_the_registry_it_is_given() -> None:
             sync.push("v4")
     for outcome in ("ok", "partial", "DigestMismatch", "PlanError"):
         assert sample(registry, "instep_syncs_total", outcome=outcome) == 1
-    assert sample(registry, "instep_sync_bytes_total") == 2 * nbytes
+    assert sample(registry, "instep_sync_bytes_total", transport="shm") == 3 * nbytes
     assert sample(registry, "instep_digest_mismatches_total") == 1
     assert sample(registry, "instep_sync_duration_seconds_count", phase="total") == 2
     assert sample(registry, "instep_pause_seconds_count", engine="good") == 2
     assert sample(registry, "instep_pause_seconds_count", engine="bad") == 1
+    assert sample(registry, "instep_version_lag", engine="good") == 2  # of v3 and v4
+    assert sample(registry, "instep_version_lag", engine="bad") == 3
+
+
+def test_two_sinks_may_count_into_one_registry() -> None:
+    registry = CollectorRegistry()
+    for name in ("one", "two"):
+        with WeightSync(NEXT, [MemoryEngine(START, name=name)], sinks=[prometheus(registry)]) as sync:
+            sync.push("v1")
+    assert sample(registry, "instep_syncs_total", outcome="ok") == 2
+
+
+def test_scalars_are_the_numbers_of_a_push_that_ended() -> None:
+    events: list[Event] = []
+    engine = MemoryEngine(START)
+    with WeightSync(NEXT, [engine], sinks=[events.append]) as sync:
+        receipt = sync.push("v1")
+        engine.inject("hello")
+        with pytest.raises(EngineLost):
+            sync.push("v2")
+    done, failed = (scalars(event) for event in events if event.kind in ("done", "failed"))
+    assert done["instep/bytes"] == receipt.nbytes
+    assert done["instep/pause"] == receipt.pause
+    assert done["instep/seconds/commit"] == receipt.seconds["commit"]
+    assert (done["instep/engines"], done["instep/failed"]) == (1, 0)
+    assert failed == {"instep/failed": 1.0}
+    assert all(scalars(event) == {} for event in events if event.kind in ("phase", "bytes"))
 
 
 def test_two_registries_do_not_meet() -> None:

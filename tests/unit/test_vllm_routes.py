@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from asgi import TOKEN, generating
 from toys import attention
 
-from instep import MemoryEngine, WeightSync
+from instep import MemoryEngine, WeightSync, cli
 from instep.cli import serve
 from instep.cli.serving import ServeControl
 from instep.engine import http_token, vllm_routes
@@ -158,6 +159,37 @@ def test_a_server_that_cannot_catch_up_never_says_that_it_is_ready(monkeypatch: 
 
 
 # What `instep serve` makes of vLLM's arguments.
+
+
+def test_vllms_flags_go_to_vllm_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [
+        "-tp",
+        "2",
+        "--port=8001",
+        "--enforce-eager",
+        "--hf-overrides",
+        '{"a": [-1, "b c"]}',
+        "-O3",
+        "--no-enable-prefix-caching",
+        "--json",
+    ]
+    seen: list[Any] = []
+
+    def parsed(given: list[str]) -> Namespace:
+        seen.append(given)
+        return arguments()
+
+    def run(args: Namespace) -> None:
+        seen.append(args.instep_catch_up)
+
+    monkeypatch.setattr(serve, "parsed", parsed)
+    monkeypatch.setattr(serve, "_command", lambda: SimpleNamespace(cmd=run))
+    for before, after in (([], ["--instep-catch-up", "trainer"]), (["--instep-catch-up=trainer"], []), ([], [])):
+        monkeypatch.setattr(sys, "argv", ["instep", "serve", "some/model", *before, *flags, *after])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+    assert seen == [["some/model", *flags], "trainer", ["some/model", *flags], "trainer", ["some/model", *flags], None]
 
 
 def arguments(**given: Any) -> Namespace:

@@ -1,6 +1,6 @@
 """The `instep` command. Only this file and cyclopts are read for `instep --help`; a command's own file is imported when it runs.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a push reached some of the engines, 4 digests differ.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done (some of the engines), 4 digests differ.
 With `--json` the result alone is on stdout; everything else goes to stderr.
 """
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from cyclopts import App
 
 FAILED, PARTLY, DIGESTS_DIFFER = 1, 3, 4
+INTERRUPTED = 130  # as shells have it
+EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done, 4 digests differ. With --json the result alone is on stdout."
 
 
 def app() -> App:
@@ -24,6 +26,7 @@ def app() -> App:
     root = App(
         name="instep",
         help="Keep LLM inference engines in step with a trainer's weights.",
+        help_epilogue=EXIT_CODES,
         default_parameter=Parameter(negative=()),
         result_action="return_value",
     )
@@ -31,6 +34,10 @@ def app() -> App:
     root.command("instep.cli.doctor:doctor", name="doctor", help="What this machine has, and what to do about what it lacks.")
     root.command("instep.cli.plan:plan", name="plan", help="Which way each layer of a model takes into vLLM, and why.")
     root.command("instep.cli.serve:serve", name="serve", help="vLLM's server for a model, which trainers can push to.")
+    root.command("instep.cli.push:push", name="push", help="A checkpoint into servers that are running.")
+    root.command("instep.cli.status:status", name="status", help="What each server's engine serves, how far it is behind, what went wrong.")
+    root.command("instep.cli.watch:watch", name="watch", help="The same, live.")
+    root.command("instep.cli.verify:verify", name="verify", help="Whether servers hold the weights of a checkpoint.")
     root.command("instep.cli.bench:bench", name="bench", help="Pushes beside vLLM's own ways and the limits of this machine.")
     return root
 
@@ -56,3 +63,5 @@ def main() -> None:
     except InstepError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -15,6 +15,7 @@ def demo(
     out: Path = Path("demo-results"),
     json: bool = False,
     ray: bool = False,
+    http: bool = False,
 ) -> int:
     """Train a small language model with GRPO while a live engine follows it step by step.
 
@@ -32,5 +33,7 @@ def demo(
         Print the log on stdout; the table goes to stderr.
     ray
         Two actors on Ray answer prompts while the trainer learns, and take its weights in flight.
+    http
+        The engine is an `instep serve` in another process, which the trainer reaches by its URL.
     """
-    return run(model, steps, seed, out, json, ray)
+    return run(model, steps, seed, out, json, ray, http)

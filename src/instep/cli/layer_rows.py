@@ -132,7 +132,8 @@ def tables(report: Report) -> Group:
     transport = f"transport {report.transport}" + (f": {report.why}" if report.why else "")
     notes = [f"{name} is kept: {why}" for name, why in report.kept.items()]
     notes += [f"{name} is rounded from {cast}: a WeightSync needs cast=True for it" for name, cast in report.casts.items()]
-    parts = (Text(head), _layers(report.rows), Text(_sums(report.rows)), _pushes(report), Text("\n".join([transport, *notes])))
+    notes = [_expected(report.first, report.second), transport, *notes]
+    parts = (Text(head), _layers(report.rows), Text(_sums(report.rows)), _pushes(report), Text("\n".join(notes)))
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
@@ -154,6 +155,11 @@ def _sums(rows: Sequence[Row]) -> str:
             nbytes = sum(len(row.layers) * row.nbytes for row in of_way)
             parts.append(f"{way} {sum(len(row.layers) for row in of_way)} layers, {size(nbytes)}")
     return "; ".join(parts)
+
+
+def _expected(first: Timed, second: Timed) -> str:
+    text = f"expected here: {time(second.seconds['total'])} a push, generation paused for {time(second.pause)} of it"
+    return f"{text}; the first push {time(first.seconds['total'])}, because every layer is reloaded once"
 
 
 def _pushes(report: Report) -> Table:

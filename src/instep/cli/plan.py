@@ -85,15 +85,14 @@ def tried(name: str, folder: Path, tp: int) -> Report:
         second = sync.push("plan-2")
         member, session = sync._session.fleet.members[0], sync._session
         assert member.plan is not None
-        transport, _, why = (session.transport.told or "").partition(": ")
         sent = {meta.name: meta.dtype for meta in session.described}
         return Report(
             model=name,
             engine=f"vLLM on {f'{tp} of {gpus} GPUs' if gpus else 'the CPU'}, tensor parallel {tp}",
             nbytes=second.nbytes,
             tensors=second.tensors,
-            transport=transport,
-            why=why,
+            transport=second.transport,
+            why=second.why,
             rows=rows(member.plan, second.engines[0]),
             kept=alike(member.plan.kept()),
             casts=alike({tensor: f"{sent[tensor]} to {dtype}" for tensor, dtype in member.plan.casts.items()}),

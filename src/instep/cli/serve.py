@@ -41,7 +41,6 @@ def serve(
     args = parsed([model, *flags])
     args.instep_catch_up = instep_catch_up if instep_catch_up in (None, TRAINER) else str(Path(instep_catch_up).resolve())
     prepare(args, token)
-    sys.argv = ["instep", "serve", model]  # what process lists and vLLM's children show
     _command().cmd(args)
     return 0
 

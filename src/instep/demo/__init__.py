@@ -6,6 +6,7 @@ task.py     questions, and the rewards that can be checked
 grpo.py     the loss
 model.py    the models that the demo trains
 engine.py   the engine that follows: vLLM, or transformers where vLLM is not installed
+http_engine.py  the same behind HTTP
 record.py   what a run leaves behind: one JSON file
 show.py     the table
 picture.py  the picture
@@ -14,10 +15,14 @@ picture.py  the picture
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from instep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from instep.demo.loop import Learn
 
 ModelName = Literal["smollm2", "tiny"]
 
@@ -29,28 +34,39 @@ def run(
     out: Path = Path("demo-results"),
     json: bool = False,
     ray: bool = False,
+    http: bool = False,
 ) -> int:
     """Trains `model`, pushes every step to a live engine, and leaves a picture and a log in `out`.
 
     steps: optimizer steps; default 12.
     seed: of the questions, the sampling and the random model. The same seed on the same machine gives the same run.
     json: the log on stdout; the table goes to stderr.
+    http: the engine is an `instep serve` in another process.
     ray: two actors on Ray answer while the trainer learns, so that no run is like another.
 
     Returns the exit code 0. Raises `ConfigError` where a package is missing or no engine starts, `InstepError` where a push fails.
     """
+    if ray and http:
+        raise ConfigError("the demo runs on Ray or over HTTP, not both")
     if steps is not None and steps < 1:
         raise ConfigError(f"steps must be at least 1, not {steps}")
     set_environment(model)
     try:
-        from instep.demo.loop import demo, learn
+        from instep.demo import loop
 
+        learn: Learn = loop.learn
         if ray:
-            from instep.demo.ray_loop import learn
+            from instep.demo import ray_loop
+
+            learn = ray_loop.learn
+        elif http:
+            from instep.demo import http_engine
+
+            learn = partial(loop.learn, start=http_engine.start)
     except ModuleNotFoundError as error:
-        extras = "demo,ray,generation" if ray else "demo"
+        extras = "demo,ray,generation" if ray else "demo,http" if http else "demo"
         raise ConfigError(f"the demo needs {error.name}", next_step=f'pip install "instep[{extras}]"') from error
-    return demo(model, steps or 12, seed, out, json, learn)
+    return loop.demo(model, steps or 12, seed, out, json, learn)
 
 
 def set_environment(model: ModelName) -> None:

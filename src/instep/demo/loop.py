@@ -13,7 +13,7 @@ import torch
 
 from instep import WeightSync
 from instep.demo import ModelName, grpo, model, task
-from instep.demo.engine import Generate, has_vllm, start
+from instep.demo.engine import Generate, Running, has_vllm, start
 from instep.demo.grpo import Group
 from instep.demo.picture import draw
 from instep.demo.record import Answer, Exam, Run, Step, processor, versions
@@ -24,6 +24,7 @@ EXAM_SAMPLES = 4
 NAMES = {"smollm2": "SmolLM2-135M-Instruct", "tiny": "a tiny random Qwen3"}
 
 
+Start = Callable[[Path, Task], Running]
 Learn = Callable[[ModelName, int, int, Path, Show], Run]
 
 
@@ -42,7 +43,7 @@ def demo(name: ModelName, steps: int, seed: int, out: Path, json: bool, learn: L
     return 0
 
 
-def learn(name: ModelName, steps: int, seed: int, scratch: Path, show: Show) -> Run:
+def learn(name: ModelName, steps: int, seed: int, scratch: Path, show: Show, start: Start = start) -> Run:
     began = time.perf_counter()
     show.say(f"trainer: {NAMES[name]}, float32, GRPO and AdamW, on {processor()}")
     show.doing("loading the model (the first time it is converted, which takes most of a minute)")

@@ -10,23 +10,24 @@ import itertools
 import uuid
 from functools import cache
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from instep.engine import Engine
 from instep.engine.http_control import MSGPACK, PREFIX, TO_WORKERS, Call
-from instep.engine.http_token import checked, is_loopback, token_of
+from instep.engine.http_token import checked, token_of
+from instep.engine.http_url import place
 from instep.engine.rpc import RemoteEngine
 from instep.engine.tcp import LoopThread
 from instep.errors import ConfigError, EngineLost
 from instep.protocol import decode, encode
 
-REPEATABLE = ("hello", "trace", "prepare", "ready", "status", "abort")
+REPEATABLE = ("hello", "trace", "prepare", "ready", "status", "abort", "digest")
 """What may be done twice. Anything else is sent again only to ask what came of it: the server then runs nothing that it has not seen."""
 ASKING = ("hello", "status", "score")
 ATTEMPTS, AGAIN = 3, 0.1  # seconds before the second attempt; three times as long before the third
 CONNECT = 5.0  # seconds
+KEPT = 2.0  # seconds that an idle connection is kept: servers close theirs after 5, and a request must not meet that
 
 
 def adapt(obj: Any) -> Engine | None:
@@ -57,12 +58,13 @@ class HttpRpc:
             import httpx
         except ModuleNotFoundError as error:
             raise ConfigError("an engine's URL needs httpx", next_step='pip install "instep[http]"') from error
-        self.name, local = _place(url)
+        self.name, local = place(url)
         token = checked(token) if token else token_of()
         self.client = httpx.AsyncClient(
             base_url=url.rstrip("/") + PREFIX,
             headers={"content-type": MSGPACK.decode(), **({"authorization": f"Bearer {token}"} if token else {})},
             timeout=httpx.Timeout(None, connect=CONNECT),  # how long an answer may take is the caller's affair
+            limits=httpx.Limits(keepalive_expiry=KEPT),
             trust_env=not local,
             transport=transport,
         )
@@ -101,22 +103,6 @@ class HttpRpc:
 def _loop() -> LoopThread:
     """Connections outlive the event loops of those who push."""
     return LoopThread("instep-http")
-
-
-def _place(url: str) -> tuple[str, bool]:
-    """What a server is called, and whether it is on this machine. The URL is in no error: it may hold a password."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise ConfigError("an engine's URL has no valid host or port") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError("an engine's URL is like http://host:8000 or https://host/path")
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError("an engine's URL must not hold a password: set INSTEP_TOKEN, or give HttpEngine(url, token=...)")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    name = host + (f":{port}" if port else "") + parts.path.rstrip("/")
-    return name, is_loopback(parts.hostname)
 
 
 def _flat(method: str, payload: bytes) -> tuple[str, bytes]:

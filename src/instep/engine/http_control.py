@@ -1,6 +1,6 @@
 """An engine's control routes over HTTP, and what an inference server says while its engine must not generate.
 
-    POST /instep/v1/{hello,trace,prepare,ready,commit,abort,status}   to the workers
+    POST /instep/v1/{hello,trace,prepare,ready,commit,abort,status,digest}   to the workers
     POST /instep/v1/{pause,resume,label,score,refuse}                 to the engine
     GET  /instep/v1/status                                            the same for people, in JSON
 
@@ -23,9 +23,23 @@ import msgspec
 from instep.engine import Engine
 from instep.engine.http_once import Once, Stale
 from instep.engine.http_token import bearer
+from instep.engine.observed import Observed
 from instep.engine.rpc import ARGUMENTS, GONE, LATE_THERE, Endpoint, Outcome
 from instep.errors import InstepError
-from instep.protocol import CommitRequest, Fault, Identity, Method, PrepareRequest, Reply, Request, TraceRequest, decode, encode
+from instep.metrics import Metrics
+from instep.protocol import (
+    CommitRequest,
+    DigestRequest,
+    Fault,
+    Identity,
+    Method,
+    PrepareRequest,
+    Reply,
+    Request,
+    TraceRequest,
+    decode,
+    encode,
+)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -36,7 +50,7 @@ PREFIX = "/instep/v1"
 MSGPACK = b"application/msgpack"
 HEALTH = ("/health", "/ping")
 TO_WORKERS: tuple[str, ...] = get_args(Method)
-BODIES: dict[str, Any] = {"trace": TraceRequest, "prepare": PrepareRequest, "commit": CommitRequest}
+BODIES: dict[str, Any] = {"trace": TraceRequest, "prepare": PrepareRequest, "commit": CommitRequest, "digest": DigestRequest}
 LARGE, SMALL = 64 << 20, 1 << 20  # bytes: of a list of all tensors, of any other body
 PATIENCE = 30.0  # seconds for a body to arrive
 SHORT, LONG = 5.0, 3600.0  # seconds that a request may take, and a paused engine is left alone, whatever its trainer says
@@ -67,12 +81,15 @@ class Refused(Exception):
 
 
 class Served:
-    """One engine behind a server. token: None where every caller may do everything, as the server listens on the loopback alone."""
+    """One engine behind a server. token: None where every caller may do everything, as the server listens on the loopback alone.
+    metrics: where what its pushes took is counted."""
 
-    def __init__(self, engine: Engine, token: str | None, timeout: float = 60.0) -> None:
-        self.engine, self.token = engine, token
-        self.endpoint = Endpoint(engine, timeout)
+    def __init__(self, engine: Engine, token: str | None, timeout: float = 60.0, metrics: Metrics | None = None) -> None:
+        self.engine, self.token, self.seen = engine, token, Observed(engine, metrics)
+        self.endpoint = Endpoint(self.seen, timeout)
         self.once = Once()
+        self.trainer: str | None = None
+        """The client that last prepared a version: the one whose end matters."""
         self.waiting: str | None = None
         """Why it is not ready yet."""
         self.closed: str | None = None
@@ -112,6 +129,8 @@ class Served:
             "versions": sorted({reply.version or "" for reply in replies}),
             "paused": self.endpoint.paused,
             "refuses": self.refusal,
+            "lag": len(self.seen.lag),
+            "last_pause": self.seen.last_pause,
             "workers": [msgspec.to_builtins(decode(reply.body, Identity)) for reply in replies if reply.fault is None],
         }
 
@@ -145,6 +164,7 @@ class Control:
                 raise Refused(405, f"{scope['method']} {route}: control requests are POST", allow="POST")
             call = await _read(route, headers, receive)
             task = self._run(served, route, call)
+            served.trainer = call.client if route == "prepare" else served.trainer
             answer = await _watched(served, call, task, receive)
             await _send(send, _status(answer), MSGPACK, answer)
         except Refused as refused:
@@ -177,7 +197,7 @@ def _admit(served: Served, headers: dict[bytes, bytes]) -> None:
 async def _read(route: str, headers: dict[bytes, bytes], receive: Receive) -> Call:
     if headers.get(b"content-type", b"").partition(b";")[0].strip() != MSGPACK:
         raise Refused(415, f"a body is {MSGPACK.decode()}")
-    limit = LARGE if route in ("trace", "prepare") else SMALL
+    limit = LARGE if route in ("trace", "prepare", "digest") else SMALL
     length = headers.get(b"content-length", b"0")
     if not length.isdigit() or int(length[:20]) > limit:
         raise Refused(413, f"{route} takes at most {limit} bytes")
@@ -213,7 +233,7 @@ async def _watched(served: Served, call: Call, task: asyncio.Task[bytes], receiv
         if not task.done():
             await asyncio.wait((task,))
             await asyncio.sleep(GRACE)
-            if served.once.latest(call.client) == call.number:
+            if call.client == served.trainer and call.number == served.once.latest(call.client):
                 logger.warning("%s: the trainer's connection ended within a request", served.engine.name)
                 await served.endpoint.answer(GONE, b"")
         return task.result()

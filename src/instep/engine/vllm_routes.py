@@ -15,6 +15,7 @@ from instep.engine.http_control import App, Control, Receive, Scope, Send, Serve
 from instep.engine.http_token import is_loopback, token_of
 from instep.engine.vllm import AsyncVllmEngine, reaches_workers
 from instep.errors import ConfigError
+from instep.metrics import metrics
 
 logger = logging.getLogger("instep")
 
@@ -59,7 +60,7 @@ def served_of(scope: Scope) -> Served | None:
 
 
 def _served(llm: Any, args: Namespace) -> Served:
-    served = Served(AsyncVllmEngine(llm), None)
+    served = Served(AsyncVllmEngine(llm), None, metrics=metrics())
     try:
         served.token = token_of()
         served.closed = _against(llm, args, served.token)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -22,6 +22,8 @@ from instep.generation.ledger import Ledger, LedgerSizes
 from instep.generation.ray_metrics import QueueMetrics
 from instep.generation.types import GenerationResult, PromptRequest, Split
 from instep.generation.work import BEAT
+
+T = TypeVar("T")
 
 
 class RolloutQueues:
@@ -52,10 +54,10 @@ class RayLedger(Ledger):
         return f"RolloutQueues({len(self.waiting)} prompts, {len(self.results['train'])} results)"
 
     async def take_for(self, taker: str, handle: Any, within: float | None) -> PromptRequest | None:
-        """handle: of the Ray actor that `taker` is. None where it is none: it is not watched."""
+        """handle: of the Ray actor that `taker` is, None where it is none. One without `until_over` is not watched."""
         self._telling = self._telling or asyncio.ensure_future(self._tell())
         request = await self.take(taker, within)
-        if request is not None and handle is not None and taker not in self._watches:
+        if request is not None and hasattr(handle, "until_over") and taker not in self._watches:
             self._watches[taker] = asyncio.ensure_future(self._watch(taker, handle))
         return request
 
@@ -91,10 +93,12 @@ class PromptQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> PromptRequest:
         """Raises `queue.Empty` where there is none within `timeout` seconds. It is the caller's until the caller hands its result over."""
-        return _there(_answer(self._ledger.take_for.remote(*_me(), timeout if block else 0.0)))  # type: ignore[no-any-return]
+        found: PromptRequest | None = _answer(self._ledger.take_for.remote(*_me(), timeout if block else 0.0))
+        return _there(found)
 
     async def get_async(self, block: bool = True, timeout: float | None = None) -> PromptRequest:  # noqa: ASYNC109
-        return _there(await _answered(self._ledger.take_for.remote(*_me(), timeout if block else 0.0)))  # type: ignore[no-any-return]
+        found: PromptRequest | None = await _answered(self._ledger.take_for.remote(*_me(), timeout if block else 0.0))
+        return _there(found)
 
 
 class ResultQueue:
@@ -114,10 +118,12 @@ class ResultQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> GenerationResult:
         """Raises `queue.Empty` where there is none within `timeout` seconds, `GenerationError` where a prompt was given up."""
-        return _there(_answer(self._ledger.get.remote(self._split, timeout if block else 0.0)))  # type: ignore[no-any-return]
+        found: GenerationResult | None = _answer(self._ledger.get.remote(self._split, timeout if block else 0.0))
+        return _there(found)
 
     async def get_async(self, block: bool = True, timeout: float | None = None) -> GenerationResult:  # noqa: ASYNC109
-        return _there(await _answered(self._ledger.get.remote(self._split, timeout if block else 0.0)))  # type: ignore[no-any-return]
+        found: GenerationResult | None = await _answered(self._ledger.get.remote(self._split, timeout if block else 0.0))
+        return _there(found)
 
 
 def _me() -> tuple[str, Any]:
@@ -126,7 +132,7 @@ def _me() -> tuple[str, Any]:
     return context.get_worker_id(), context.current_actor if context.get_actor_id() else None
 
 
-def _there(item: Any) -> Any:
+def _there(item: T | None) -> T:
     if item is None:
         raise queue.Empty
     return item

@@ -2,7 +2,8 @@
 
     trace.py    runs the engine's own loader over shapes and writes down where each checkpoint tensor goes
     apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
-    state.py    the seven calls (hello, trace, prepare, ready, commit, abort, status) and the state between them
+    held.py     what is in live storage, to compare with a checkpoint
+    state.py    the eight calls (hello, trace, prepare, ready, commit, abort, status, digest) and the state between them
 
 An engine joins by giving its worker a `Host`.
 """

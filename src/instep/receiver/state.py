@@ -1,4 +1,4 @@
-"""The receiver: seven calls, and what a worker knows between them.
+"""The receiver: eight calls, and what a worker knows between them.
 
                  prepare                    commit
     serving old ─────────▶ serving old ───────────────▶ serving new
@@ -29,7 +29,9 @@ from instep.plan.routes import signature
 from instep.protocol import (
     Arrival,
     CommitRequest,
+    DigestRequest,
     Fault,
+    Held,
     Identity,
     Manifest,
     PrepareRequest,
@@ -45,6 +47,7 @@ from instep.protocol import (
 from instep.receiver import Host
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import arrive
+from instep.receiver.held import held
 from instep.receiver.trace import trace
 from instep.transport import Me, Reader, host, open_location, uuid_of
 
@@ -92,6 +95,7 @@ class Receiver:
                 "ready": self.ready,
                 "commit": self.commit,
                 "abort": self.abort,
+                "digest": self.digest,
             }
             if method not in calls:
                 raise ConfigError(f"unknown method {method!r}")
@@ -216,6 +220,13 @@ class Receiver:
         """Forgets what this trainer prepared. Safe to repeat; a dirty worker stays dirty."""
         if self.prepared and self.prepared.session == request.session:
             self._drop()
+
+    def digest(self, request: Request) -> Held:
+        """What is in live storage now, of tensors that need not be those of the plan. Changes nothing."""
+        wanted = decode(request.body, DigestRequest)
+        if wanted.signature != signature(wanted.tensors):
+            raise PlanError("the list of tensors is not the one that was signed")
+        return held(self.host, self.applier if wanted.signature == self.signature else None, wanted)
 
     def _respect_lease(self, request: Request) -> None:
         prepared = self.prepared

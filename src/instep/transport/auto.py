@@ -37,6 +37,8 @@ class AutoTransport:
         self.refused: dict[str, str] = {}
         self.used: Transport | None = None
         self.told: str | None = None
+        self.against = ""
+        """What spoke against faster ones, the last time."""
         self.closed = False
 
     def publish(
@@ -93,7 +95,8 @@ class AutoTransport:
             candidate.close()
 
     def _tell(self, name: str, against: dict[str, str]) -> None:
-        choice = f"{name}: {_listed(against)}" if against else name
+        self.against = _listed(against)
+        choice = f"{name}: {self.against}" if against else name
         if choice != self.told:
             logger.info("transport %s", choice)
             self.told = choice

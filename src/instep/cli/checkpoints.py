@@ -1,0 +1,73 @@
+"""Checkpoints that commands take: a directory, a file, or a Hub id."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cached_property
+from pathlib import Path
+
+from instep.config import VERSION
+from instep.errors import ConfigError
+from instep.source.checkpoint import CheckpointSource
+from instep.source.module import ModuleSource
+
+CANARY = tuple(range(1, 9))
+"""Token ids that every vocabulary has."""
+CANARY_BOUND = 1.0
+"""Largest accepted difference of two log-probabilities (natural log): kernels round differently, a wrong layer is far off."""
+FILES = ("*.safetensors", "*.safetensors.index.json", "*.json")
+
+
+class Checkpoint(CheckpointSource):
+    """A checkpoint with the forward of its model in transformers, which is loaded when it is asked for a score."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def score(self, token_ids: list[int]) -> list[float] | None:
+        return self._forward.score(token_ids)
+
+    @cached_property
+    def _forward(self) -> ModuleSource:
+        try:
+            from transformers import AutoModelForCausalLM
+
+            return ModuleSource(AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto").eval())
+        except (ImportError, OSError, ValueError, KeyError) as error:
+            text = f"--canary needs the model in transformers, and {self.folder} cannot be loaded: {type(error).__name__}: {error}"
+            raise ConfigError(text, next_step="leave --canary away") from error
+
+    @property
+    def nbytes(self) -> int:
+        """Of its files."""
+        return sum(file.stat().st_size for file in self._files())
+
+
+def found(model: str) -> Path:
+    """The directory or file, or what huggingface_hub's cache has of a Hub id, downloaded first where it lacks it.
+
+    Raises `ConfigError` where there is nothing of that name.
+    """
+    if Path(model).exists():
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError as error:
+        text = f"{model} is no directory, and a Hub id needs huggingface_hub"
+        raise ConfigError(text, next_step="pip install huggingface_hub") from error
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(FILES)))
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{model} is no directory, and no model of that name can be had from the Hub: {first}") from error
+
+
+def version_of(folder: Path) -> str:
+    """The directory's name, without what a version cannot have: of a Hub id the revision."""
+    text = re.sub(r"[^\x21-\x7e]+", "-", folder.resolve().name)[:128]
+    return text if VERSION.fullmatch(text) else "checkpoint"

@@ -1,0 +1,111 @@
+"""`instep push`: a checkpoint into running servers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from instep import WeightSync
+from instep.cli import PARTLY
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, found, version_of
+from instep.config import Require, TransportName
+from instep.errors import InstepError
+from instep.telemetry import progress_bar
+
+AGAIN = "`instep status URL` says what each server serves: restart those that are gone, then push again"
+SECONDS, BYTES_A_SECOND = 60.0, 100e6
+
+
+def push(
+    model: str,
+    /,
+    *,
+    engine: Annotated[list[str], Parameter(consume_multiple=True)],
+    version: str | None = None,
+    require: Require = "all",
+    transport: TransportName = "auto",
+    canary: bool = False,
+    json: bool = False,
+) -> int:
+    """Bring servers that are running to the weights of a checkpoint: all of them or none, proved to be the same bytes.
+
+    Exit code 0 if every engine serves it, 3 if some do (the message says which), 4 if bytes differed on the way, 1 otherwise.
+
+    Parameters
+    ----------
+    model
+        A directory of safetensors files, one such file, or a Hub id, taken from huggingface_hub's cache or downloaded into it.
+    engine
+        URLs of servers that `instep serve` started, such as http://gpu1:8000.
+    version
+        The label of these weights; by default the directory's name, of a Hub id the revision.
+    require
+        `all`: no engine takes the version unless every one can. `any`: those that can go on without the others.
+    transport
+        How the bytes travel; `auto` takes the fastest that reaches every engine.
+    canary
+        Afterwards score a few tokens with the engines and with transformers: they have to agree.
+    json
+        Print the receipt as JSON on stdout.
+    """
+    source = Checkpoint(found(model))
+    if version is None:
+        version = version_of(source.folder)
+        say(f"version {version}: the name of the directory, as --version does not say another")
+    timeout = SECONDS + source.nbytes / BYTES_A_SECOND
+    say(f"timeout {timeout:.0f} s for each phase: {SECONDS:.0f}, and one for every {BYTES_A_SECOND / 1e6:.0f} MB")
+    if canary:
+        say(f"canary: tokens {CANARY[0]} to {CANARY[-1]}, accepted up to a difference of {CANARY_BOUND:g} in a log-probability")
+        source.score(list(CANARY))  # what is missing for it is said before anything moves
+    tokens = CANARY if canary else None
+    with WeightSync(
+        source,
+        engine,
+        require=require,
+        transport=transport,
+        cast=True,
+        timeout=timeout,
+        canary=tokens,
+        canary_bound=CANARY_BOUND,
+        sinks=[progress_bar()],
+    ) as sync:
+        with spoken():
+            receipt = sync.push(version)
+        for line in casts(sync):
+            say(line)
+    say(f"transport {receipt.transport}: " + (receipt.why or ("it was asked for" if transport != "auto" else "the fastest")))
+    print(msgspec.json.encode(receipt.as_dict()).decode() if json else receipt)
+    return PARTLY if receipt.failed else 0
+
+
+@contextmanager
+def spoken() -> Iterator[None]:
+    """An error is told once, by whoever catches it, and with what a command line can do about it."""
+    logging.getLogger("instep").addHandler(logging.NullHandler())
+    try:
+        yield
+    except InstepError as error:
+        if "sync." in (error.next_step or ""):
+            error.next_step = AGAIN
+        raise
+
+
+def casts(sync: WeightSync) -> list[str]:
+    """What was rounded on the way out, and why."""
+    session = sync._session
+    dtypes = {meta.name: meta.dtype for meta in session.described}
+    plans = [member.plan for member in session.fleet.members if member.plan is not None]
+    pairs = Counter((dtypes[name], dtype) for name, dtype in (plans[0].casts.items() if plans else ()))
+    return [f"cast: {count} tensors rounded from {old} to {new}, which the engine stores" for (old, new), count in pairs.items()]
+
+
+def say(line: str) -> None:
+    """A choice and its reason; stdout belongs to the result."""
+    print(line, file=sys.stderr)

@@ -1,0 +1,111 @@
+"""What servers say of their engines, as rows: light, so that `status` and `watch` start at once."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from instep.engine.http_token import token_of
+from instep.engine.http_url import place
+from instep.errors import ConfigError
+
+State = Literal["serving", "paused", "waiting", "dirty", "unreachable"]
+
+PATH = "/instep/v1/status"
+DEADLINE = 10.0  # seconds for an answer
+NO_TERMINAL_WIDTH = 240
+COLOURS: dict[State, str] = {"serving": "green", "paused": "yellow", "waiting": "yellow", "dirty": "red", "unreachable": "red"}
+COLUMNS = ("engine", "version", "lag", "state", "last pause", "last error")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One engine.
+
+    version: None for its own first weights. lag: versions begun since then that it does not serve. last_pause: seconds.
+    state: `waiting` refuses to generate until it has caught up; `dirty` until a push heals it.
+    """
+
+    engine: str
+    state: State
+    version: str | None = None
+    lag: int | None = None
+    last_pause: float | None = None
+    last_error: str | None = None
+
+
+def ask(urls: Sequence[str]) -> list[Row]:
+    """One row for each URL, in order, within `DEADLINE`. Raises `ConfigError` for a URL that is none."""
+    try:
+        import httpx  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError("an engine's URL needs httpx", next_step='pip install "instep[http]"') from error
+    places = [place(url) for url in urls]
+    token = token_of()
+
+    async def every() -> list[Row]:
+        return await asyncio.gather(*(_row(url, name, local, token) for url, (name, local) in zip(urls, places, strict=True)))
+
+    return asyncio.run(every())
+
+
+async def _row(url: str, name: str, local: bool, token: str | None) -> Row:
+    import httpx
+
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        async with asyncio.timeout(DEADLINE), httpx.AsyncClient(trust_env=not local, timeout=None) as client:
+            response = await client.get(url.rstrip("/") + PATH, headers=headers)
+        said = response.json()
+    except TimeoutError:
+        return Row(name, "unreachable", last_error=f"no answer within {DEADLINE:g} s")
+    except httpx.TransportError as error:
+        return Row(name, "unreachable", last_error=f"{type(error).__name__}: {error}".rstrip(": "))
+    except ValueError:
+        said = None
+    if response.status_code != 200 or not isinstance(said, dict) or "versions" not in said:
+        return Row(name, "unreachable", last_error=_why(response.status_code, said))
+    return row(name, said)
+
+
+def row(name: str, said: dict[str, Any]) -> Row:
+    """Of what a server's status route answers."""
+    refuses = said.get("refuses")
+    state: State = "dirty" if said["state"] == "dirty" else "waiting" if refuses else "paused" if said.get("paused") else "serving"
+    errors = [worker["last_error"] for worker in said.get("workers", ()) if worker.get("last_error")]
+    error = refuses or (errors[0] if errors else None)
+    return Row(name, state, " and ".join(said["versions"]) or None, said.get("lag"), said.get("last_pause"), error)
+
+
+def _why(status: int, said: Any) -> str:
+    text = said.get("error") if isinstance(said, dict) else None
+    if isinstance(text, str) and status in (401, 403, 503):
+        return text
+    return f"answered {status}: it has no instep routes, start it with `instep serve`"
+
+
+def table(rows: Iterable[Row]) -> Table:
+    made = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        made.add_column(name, justify="right" if name in ("lag", "last pause") else "left", overflow="fold")
+    for one in rows:
+        version = one.version or ("its own first weights" if one.state != "unreachable" else "")
+        pause = "" if one.last_pause is None else f"{1e3 * one.last_pause:.0f} ms"
+        texts = [one.engine, version, "" if one.lag is None else str(one.lag), one.state, pause, " ".join((one.last_error or "").split())]
+        made.add_row(*(Text(text, COLOURS[one.state] if text is texts[3] else "") for text in texts))
+    return made
+
+
+def console() -> Console:
+    """For results: as wide as they are where nobody looks at them."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    return msgspec.json.encode({"engines": rows}).decode()

@@ -1,0 +1,100 @@
+"""`instep verify`: do running servers hold the weights of a checkpoint?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from instep.cli import DIGESTS_DIFFER, FAILED, PARTLY
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, found
+from instep.engine import Engine, connect
+from instep.errors import InstepError
+from instep.verify import Verified
+from instep.verify import verify as compare
+
+Urls = Annotated[list[str], Parameter(consume_multiple=True)]
+DEADLINE = 120.0  # seconds for each call
+SHOWN = 5  # tensors of each kind that are named
+
+
+def verify(
+    model: str, /, *, engine: Annotated[list[str], Parameter(consume_multiple=True)], canary: bool = False, json: bool = False
+) -> int:
+    """Compare the weights that servers hold now with a checkpoint, by digests. Nothing is changed, generation goes on.
+
+    What a server keeps in a layout of its own cannot be read back: it is counted, and --canary covers it.
+    Exit code 0 if nothing differs, 4 if something does, 3 if some engines could not be asked, 1 if none could.
+
+    Parameters
+    ----------
+    model
+        A directory of safetensors files, one such file, or a Hub id, taken from huggingface_hub's cache or downloaded into it.
+    engine
+        URLs of servers that `instep serve` started, such as http://gpu1:8000.
+    canary
+        Also score a few tokens with the engines and with transformers.
+    json
+        Print the result as JSON on stdout.
+    """
+    source = Checkpoint(found(model))
+    engines = [connect(url) for url in engine]
+    if canary:
+        source.score(list(CANARY))  # what is missing for it is said first
+    results = asyncio.run(every(source, engines, CANARY if canary else ()))
+    if json:
+        print(msgspec.json.encode({"engines": [as_dict(name, result) for name, result in results]}).decode())
+    else:
+        print("\n".join(line for name, result in results for line in lines(name, result)))
+    return exit_code([result for _, result in results])
+
+
+async def every(source: Checkpoint, engines: Sequence[Engine], canary: Sequence[int]) -> list[tuple[str, Verified | InstepError]]:
+    """One after the other: each is compared with the checkpoint as it is read."""
+    results: list[tuple[str, Verified | InstepError]] = []
+    for engine in engines:
+        try:
+            results.append((engine.name, await compare(source, engine, deadline=DEADLINE, canary=canary)))
+        except InstepError as error:
+            results.append((engine.name, error))
+    return results
+
+
+def word(result: Verified | InstepError) -> str:
+    if isinstance(result, InstepError):
+        return "failed"
+    off = result.canary_gap is not None and not result.canary_gap <= CANARY_BOUND
+    return "differs" if result.differing or result.dirty or off else "equal" if result.equal else "nothing could be compared"
+
+
+def exit_code(results: Sequence[Verified | InstepError]) -> int:
+    words = [word(result) for result in results]
+    if "differs" in words:
+        return DIGESTS_DIFFER
+    return 0 if set(words) == {"equal"} else PARTLY if "equal" in words else FAILED
+
+
+def as_dict(name: str, result: Verified | InstepError) -> dict[str, Any]:
+    if isinstance(result, InstepError):
+        return {"engine": name, "result": "failed", "error": f"{type(result).__name__}: {result.args[0]}"}
+    return asdict(result) | {"result": word(result)}
+
+
+def lines(name: str, result: Verified | InstepError) -> list[str]:
+    if isinstance(result, InstepError):
+        return [f"{name}: failed: {type(result).__name__}: {result.args[0]}"]
+    label = "DIRTY" if result.dirty else result.version or "its own first weights"
+    text = f"{result.engine} ({label}): {word(result)}: {result.equal} tensors equal ({result.nbytes / 1e6:.1f} MB)"
+    text += f", {len(result.differing)} differ, {len(result.unread)} cannot be read back"
+    if result.canary_gap is not None:
+        text += f", canary gap {result.canary_gap:.2g} (bound {CANARY_BOUND:g})"
+    return [text, *_named("differs", result.differing), *_named("not read back", result.unread)]
+
+
+def _named(kind: str, tensors: dict[str, str]) -> list[str]:
+    shown = [f"  {kind}: {name}: {why}" for name, why in list(tensors.items())[:SHOWN]]
+    return shown + [f"  {kind}: {len(tensors) - SHOWN} more"] * (len(tensors) > SHOWN)

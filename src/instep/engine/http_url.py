@@ -1,0 +1,27 @@
+"""A server's URL: what the server is called, and whether it is on this machine."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from instep.engine.http_token import is_loopback
+from instep.errors import ConfigError
+
+
+def place(url: str) -> tuple[str, bool]:
+    """What a server is called, and whether it is on this machine. The URL is in no error: it may hold a password.
+
+    Raises `ConfigError` for a URL that is none or holds a password.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ConfigError("an engine's URL has no valid host or port") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError("an engine's URL is like http://host:8000 or https://host/path")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("an engine's URL must not hold a password: set INSTEP_TOKEN, or give HttpEngine(url, token=...)")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    name = host + (f":{port}" if port else "") + parts.path.rstrip("/")
+    return name, is_loopback(parts.hostname)

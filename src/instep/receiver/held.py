@@ -1,0 +1,68 @@
+"""What a worker holds of checkpoint tensors, read back through its routes and summed up: to compare with a checkpoint, changing nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from instep.digest import as_bytes, partial, seed_of
+from instep.protocol import DigestRequest, Held, ParamMeta, Part, Route, TensorMeta, WorkerPlan
+from instep.receiver import Host
+from instep.receiver.apply import Applier, view
+from instep.receiver.copies import live_tensors
+from instep.receiver.trace import trace
+
+COMPUTED = "the engine's loader computes with it"
+OTHER_LAYOUT = "the engine keeps {} in a layout of its own"
+
+
+def held(host: Host, applier: Applier | None, wanted: DigestRequest) -> Held:
+    """applier: of an earlier push of these tensors, which knows more of the layers than their shapes tell; None where there was none.
+
+    Raises `PlanError` where the worker's loader refuses the tensors.
+    """
+    plan = applier.plan if applier is not None else trace(host, wanted.tensors)
+    metas, names = {meta.name: meta for meta in wanted.tensors}, set(wanted.names)
+    live, params = dict(live_tensors(host.model)), {param.name: param for param in plan.params}
+    parts, unread = [], {}
+    for (name, param), routes in _by_tensor(plan, metas, names).items():
+        meta = params[param]
+        why = _unreadable(meta, live.get(param), plan, applier)
+        if why is not None:
+            unread[name] = why
+        else:
+            proved = applier is not None and meta.layer in applier.direct
+            total = _sum(TensorMeta(name, meta.dtype, metas[name].shape), live[param], routes)
+            parts.append(Part(name, meta.dtype, list(dict.fromkeys(route.source for route in routes if route.source)), total, proved))
+    if plan.reload_only:
+        unread |= dict.fromkeys(names - unread.keys() - {part.tensor for part in parts}, COMPUTED)
+    return Held(parts, unread)
+
+
+def _by_tensor(plan: WorkerPlan, metas: Mapping[str, TensorMeta], names: set[str]) -> dict[tuple[str, str], list[Route]]:
+    """Routes by tensor and parameter. What is read of an alias is read of what it stands for."""
+    found: dict[tuple[str, str], list[Route]] = defaultdict(list)
+    for route in plan.routes:
+        name = (metas[route.tensor].alias_of or route.tensor) if route.tensor is not None else None
+        if name in names:
+            found[name, route.param].append(route)
+    return found
+
+
+def _unreadable(param: ParamMeta, live: torch.Tensor | None, plan: WorkerPlan, applier: Applier | None) -> str | None:
+    if param.layer in plan.reload_only:
+        return COMPUTED
+    other = applier is not None and "is not stored as" in applier.reload.get(param.layer, "")
+    fits = live is not None and tuple(live.shape) == param.shape and str(live.dtype) == f"torch.{param.dtype}" and live.is_contiguous()
+    return OTHER_LAYOUT.format(param.name) if other or not fits else None
+
+
+def _sum(meta: TensorMeta, live: torch.Tensor, routes: Sequence[Route]) -> int:
+    """Of what the routes brought, everything else zero: sums of parts add up to that of the whole (see `digest.py`)."""
+    whole = torch.zeros(meta.shape, dtype=live.dtype)  # in host memory: a GPU that serves has no room for a second copy
+    for route in routes:
+        assert route.source is not None
+        view(whole, route.source).copy_(view(live, route.target))
+    return partial(as_bytes(whole), seed_of(meta))

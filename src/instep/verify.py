@@ -1,0 +1,121 @@
+"""Does an engine hold what a source has? Compared by digests of what is in live storage, and by a canary. Changes nothing."""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from instep.digest import MASK, digest, seed_of
+from instep.engine import connect
+from instep.engine.fleet import Member
+from instep.errors import SourceError, VersionConflict
+from instep.plan.region import covered
+from instep.plan.routes import apart, check_metadata, signature
+from instep.protocol import DigestRequest, Held, Part, Region, TensorMeta
+from instep.source import Source, open_source, unchanged
+
+BATCH = 256 << 20  # bytes of tensors that workers read back in one call: the engine's next step waits for it
+UNPROVED = "; no push has shown yet that the engine keeps this layer as the checkpoint has it"
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One engine beside a source.
+
+    equal: tensors whose bytes are in live storage. differing, unread: the others by name, with what is wrong or why it cannot be known.
+    canary_gap: largest difference of a log-probability; None where it was not asked for, or the source has no forward.
+    """
+
+    engine: str
+    version: str | None
+    dirty: bool
+    equal: int = 0
+    nbytes: int = 0
+    differing: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    canary_gap: float | None = None
+
+
+async def verify(source: object, engine: object, *, deadline: float = 60.0, canary: Sequence[int] = ()) -> Verified:
+    """Compares every tensor of `source` with what the workers of `engine` hold. Generation goes on between batches of tensors.
+
+    deadline: seconds that each call may take. canary: token ids that both score.
+
+    Raises `PlanError` where the two do not fit at all, `VersionConflict` where a push came in between, and what a push raises for
+    an engine that does not answer.
+    """
+    read, member = open_source(source), Member(connect(engine), uuid.uuid4().hex, deadline)
+    tensors = list(read.metadata())
+    check_metadata(tensors)
+    await member.hello()
+    found = Verified(member.name, member.version, member.serving == "dirty")
+    equal: list[TensorMeta] = []
+    with unchanged(read):
+        for batch in _batches(read, tensors):
+            request = DigestRequest(tensors, signature(tensors), [meta.name for meta, _ in batch])
+            held = await member.call("digest", Held, request)
+            if member.version != found.version:
+                raise VersionConflict(f"{member.name} took {member.version!r} while it was compared: compare again")
+            equal += _compared(batch, held, found)
+    found = replace(found, equal=len(equal), nbytes=sum(meta.nbytes for meta in equal))
+    if expected := read.score(list(canary)) if canary else None:
+        scores = await member.bounded("canary", member.engine.score(list(canary)))
+        found = replace(found, canary_gap=float((torch.tensor(scores) - torch.tensor(expected)).abs().max()))
+    return found
+
+
+def _batches(source: Source, tensors: Sequence[TensorMeta]) -> Iterator[list[tuple[TensorMeta, torch.Tensor]]]:
+    metas = {meta.name: meta for meta in tensors}
+    batch: list[tuple[TensorMeta, torch.Tensor]] = []
+    for name, value in source.tensors():
+        if name not in metas:
+            raise SourceError(f"{name} was not there when the source was described", tensor=name)
+        if batch and sum(meta.nbytes for meta, _ in batch) + metas[name].nbytes > BATCH:
+            yield batch
+            batch = []
+        batch.append((metas[name], value))
+    if batch:
+        yield batch
+
+
+def _compared(batch: Sequence[tuple[TensorMeta, torch.Tensor]], held: Sequence[Held], found: Verified) -> Iterator[TensorMeta]:
+    """The tensors that are equal. The others are noted in `found`."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for worker in held:
+        for part in worker.parts:
+            parts[part.tensor].append(part)
+    unread = {name: why for worker in held for name, why in worker.unread.items()}
+    for meta, value in batch:
+        wrong, certain = _difference(meta, value, parts[meta.name])
+        if wrong is None:
+            yield meta
+        elif meta.name in unread and not certain:
+            found.unread[meta.name] = unread[meta.name]
+        else:
+            found.differing[meta.name] = wrong
+
+
+def _difference(meta: TensorMeta, value: torch.Tensor, parts: Sequence[Part]) -> tuple[str | None, bool]:
+    """What is wrong with the workers' parts of a tensor, if anything, and whether that is certain whatever they could not read."""
+    sums: dict[frozenset[Region], set[tuple[str, int]]] = defaultdict(set)
+    for part in parts:
+        sums[frozenset(part.regions)].add((part.dtype, part.total))
+    if any(len(told) > 1 for told in sums.values()):
+        return "two workers or layers hold it with different bytes", True
+    regions = [region for part in sums for region in part]
+    if (got := covered(regions, meta.shape)) < meta.numel:
+        return f"only {got} of its {meta.numel} elements were found", False
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1 or not apart(regions, meta.shape):
+        return "its parts overlap: they cannot be put together", False
+    stored = TensorMeta(meta.name, dtypes.pop(), meta.shape)
+    total = (seed_of(stored) + sum(total for ((_, total),) in sums.values())) & MASK
+    wanted = digest(value.to(getattr(torch, stored.dtype)), stored)
+    if total == wanted:
+        return None, True
+    unproved = "" if all(part.proved for part in parts) else UNPROVED
+    return f"digest {total:016x}, the checkpoint's is {wanted:016x}{unproved}", True

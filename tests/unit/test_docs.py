@@ -1,0 +1,109 @@
+"""What the documentation says: its links lead somewhere, its Python runs, and it names what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from instep.cli import checks
+from instep.metrics import metrics
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "DESIGN.md", *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+RUN = ("quickstart.md", "transports.md", "metrics.md")
+"""Pages whose Python needs neither a GPU nor a server. A block that does is marked `no-run` after `python`."""
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target, anchor in LINK.findall(page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{target}#{anchor}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", RUN)
+@pytest.mark.usefixtures("segments")
+def test_the_python_of_a_page_runs_from_top_to_bottom(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    logged: list[Any] = []
+
+    class Logger:
+        def log(self, found: dict[str, float]) -> None:
+            logged.append(found)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            logged.append((name, value, step))
+
+    blocks = CODE.findall((ROOT / "docs" / name).read_text())
+    assert blocks
+    namespace: dict[str, Any] = {"run": Logger(), "writer": Logger()}
+    for block in blocks:
+        exec(compile(block, name, "exec"), namespace)
+    output = capsys.readouterr().out
+    if name == "quickstart.md":
+        assert "step-1: 0 MB in 4 tensors to 1 engine" in output
+        assert "DIRTY: refuses to generate until a push succeeds" in output
+        assert output.endswith("step-3\n")
+    if name == "metrics.md":
+        assert logged[0]["instep/bytes"] == 32
+        assert ("instep/bytes", 32, 0) in logged
+        samples = namespace["registry"].get_sample_value
+        assert samples("instep_syncs_total", {"outcome": "ok"}) == 1
+
+
+def test_troubleshooting_has_every_line_of_the_doctor_that_may_warn() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    source = Path(checks.__file__).read_text()
+    warned = set(re.findall(r'Finding\(\s*"([^"]+)", "(?:warn|fail)"', source))
+    assert {name for name in warned if f"| {name} |" not in page} == set()
+    assert {"vllm", "shared memory", "VLLM_PLUGINS"} <= warned
+
+
+def names() -> set[str]:
+    """Of all metrics, as a server tells them."""
+    registry = CollectorRegistry()
+    metrics(registry)
+    return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
+
+
+def test_the_page_of_metrics_has_each_of_them() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert set(re.findall(r"`(instep_\w+)", page)) == names()
+
+
+def test_the_dashboard_has_a_panel_for_each_metric_and_asks_for_no_other() -> None:
+    dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    asked = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"instep_\w+", "".join(expressions(dashboard)))}
+    assert asked == names()
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [cell for panel in panels for cell in area(panel["gridPos"])]
+    assert len(set(cells)) == len(cells)
+    assert all(x < 24 for x, _ in cells)
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(panels))) - {"__rate_interval"} == variables == {"datasource", "job"}
+
+
+def expressions(dashboard: Any) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+def area(position: dict[str, int]) -> list[tuple[int, int]]:
+    x, y, w, h = (position[name] for name in "xywh")
+    return [(column, row) for column in range(x, x + w) for row in range(y, y + h)]
