@@ -118,8 +118,8 @@ def late_engine() -> dict[str, Any]:
         found[f"early {way}"] = attempt(sync.catch_up)["kind"]
         sync.push("v0")
         if engine:
-            engine.inject("pause", "die")
-        found[f"died {way}"] = attempt(lambda sync=sync: sync.push("v1"))["kind"]
+            engine.dead = True
+            sync.status()
         other = engine.restart(first) if engine else None
         found[f"caught {way}"] = attempt(lambda sync=sync, other=other: sync.catch_up(other))["error"]
         wanted = MemoryEngine(saved(trainer.gathered()))
