@@ -166,13 +166,18 @@ def test_a_trainer_that_was_away_too_long_cannot_commit_into_a_running_engine(cl
 def test_a_request_is_given_up_when_the_trainer_has_given_it_up(clock: Clock) -> None:
     """Where the way to the engine has places for so many requests, as a Ray actor has, those that hang must not fill them."""
     engine = MemoryEngine(OLD)
-    endpoint = Endpoint(engine, timeout=0.1)
-    with WeightSync(NEW, [RemoteEngine(LocalRpc(endpoint.answer))]) as sync:
+    endpoint = Endpoint(engine)
+
+    async def answer(method: str, payload: bytes) -> bytes:
+        hangs = method == "call" and decode(payload, tuple[str, bytes])[0] == "commit" and engine.calls.count("commit") == 0
+        endpoint.timeout = 0.1 if hangs else 60
+        return await endpoint.answer(method, payload)
+
+    with WeightSync(NEW, [RemoteEngine(LocalRpc(answer))]) as sync:
         engine.inject("commit", "hang")
         with pytest.raises(EngineTimeout, match="did not answer commit"):
             sync.push("v1")
         assert (endpoint.running, engine.refusal is not None) == (0, True)  # a commit that is late may still come
-        endpoint.timeout = 60
         sync.push("v2")
     assert (HOLDS[engine.fingerprint()], engine.refusal) == ("new", None)
 

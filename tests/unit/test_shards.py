@@ -81,7 +81,7 @@ def test_buckets_cut_pieces_at_their_edges(data: st.DataObject, shape: tuple[int
     size = math.prod(shape)
     intervals = [[(0, max(1, n // 2))] for n in shape]
     found = list(pieces("t", "t", tuple((0, n) for n in shape), of_intervals(intervals)))
-    edges = splits(data, size, data.draw(st.integers(1, 5)))
+    edges = [(low, high) for low, high in splits(data, size, data.draw(st.integers(1, 5))) if low < high]
     for low, high in edges:
         for piece in found:
             for part in within(piece, low, high):
