@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 from rank_groups import Ranks, Seen, possible
 
-SECONDS = 540.0
+SECONDS = 1200.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (mark := item.get_closest_marker("ranks")) is not None:
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(1300))
             if not possible(mark.args[1]):
                 item.add_marker(pytest.mark.skip(reason="DeepSpeed is not installed: pip install 'instep[deepspeed]'"))
 
