@@ -23,7 +23,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'inst
 
 SOON = 240.0
 FAMILY = "qwen3"
-CLOSE = 0.15  # nats between bfloat16 in vLLM's kernels and in transformers', largest of all tokens
+CLOSE = 0.3  # nats between bfloat16 in vLLM's kernels and in transformers', largest of all tokens
 APART = 0.5  # nats between models of two seeds, mean over tokens
 LENGTH = 24
 
