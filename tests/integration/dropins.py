@@ -1,9 +1,14 @@
-"""What the tests of the drop-ins share: calls in threads, waited for with a bound, and workers that can be told to fail."""
+"""What the tests of drop-ins and of trainers in other processes share: calls in threads, waited for with a bound, trainers of two
+ranks, and workers that can be told to fail."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import runpy
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -12,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import SETTINGS
 from faulty import FaultyExtension
 
 from instep.dropin import open_instruct, vllm_rlhf
@@ -44,6 +50,29 @@ def run_example(name: str, llm: Any, path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(vllm, "LLM", lambda **_: llm)
     monkeypatch.setattr(sys, "argv", [name, str(path)])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / name), run_name="__main__")
+
+
+def two_ranks(program: str, folder: Path, family: str, checkpoint: Path) -> list[dict[str, Any]]:
+    """Runs a trainer of this directory as two processes with DeepSpeed; rank 0 starts a vLLM from `checkpoint`. What each rank saw."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install 'instep[deepspeed]'")
+    here, out = Path(__file__).parent, folder / "results"
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **SETTINGS, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
+    arguments = [str(free_port()), family, str(checkpoint)]
+    logs = [folder / f"log.{rank}" for rank in range(2)]
+    started = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as file:
+            command = [sys.executable, str(here / program), str(out), str(rank), *arguments]
+            started.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(500) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
 
 
 def error_of(answer: Future[Any], seconds: float = 60) -> str:

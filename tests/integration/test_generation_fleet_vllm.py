@@ -23,7 +23,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'inst
 
 SOON = 240.0
 FAMILY = "qwen3"
-CLOSE = 0.3  # nats between bfloat16 in vLLM's kernels and in transformers', largest of all tokens
+CLOSE = 0.15  # nats between vLLM's kernels and transformers', largest of all tokens
 APART = 0.5  # nats between models of two seeds, mean over tokens
 LENGTH = 24
 
@@ -42,7 +42,7 @@ class Fleet:
             prompt_queue=self.queues.prompts,
             results_queue=self.queues.results,
             engine_args={
-                "load_format": "dummy", "max_num_seqs": 16, "skip_tokenizer_init": True,
+                "load_format": "dummy", "dtype": "float32", "max_num_seqs": 16, "skip_tokenizer_init": True,
                 "worker_extension_cls": "instep.dropin.open_instruct.WorkerWrap",
             },
             tokenizer=Tokens(),
@@ -79,6 +79,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def trained(seed: int) -> Any:
+    """In float32, as the engines: what bfloat16 rounds would hide small differences."""
+    return tiny(FAMILY, seed).float()
+
+
 def gaps(models: dict[str, Any], prompt: list[int], sample: Sample) -> tuple[list[float], list[float]]:
     """How far each token's log-probability is from what the model of its version says, and from the nearest of the other models."""
     said = {version: trainer_logprobs(model, prompt, sample.token_ids, 1.0) for version, model in models.items()}
@@ -99,23 +104,21 @@ def test_open_instructs_trainer_brings_weights_to_the_actors(fleet: Fleet) -> No
     group = init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=timedelta(minutes=1), world_size=3, rank=0, group_name="openrlhf")
     assert [[status["ok"] for status in statuses] for statuses in ray.get(joining, timeout=SOON)] == [[True], [True]]
     for round, seed in enumerate((5, 6)):
-        model = tiny(FAMILY, seed)
+        model = trained(seed)
         assert broadcast_weights_to_vllm(model, fleet.engines, group, 0) == []
         for index in range(2):
             sample = fleet.generate(index, round).samples[0]
             assert len({span.version for span in sample.versions}) == 1
             assert ray.get(fleet.engines[index].status.remote(), timeout=SOON).version == sample.versions[0].version
-            own, others = gaps(
-                {sample.versions[0].version: model, "another": tiny(FAMILY, 7)}, fleet.ask(round, 0).prompt_token_ids, sample
-            )
+            own, others = gaps({sample.versions[0].version: model, "another": trained(7)}, fleet.ask(round, 0).prompt_token_ids, sample)
             assert max(own) < CLOSE
             assert sum(others) / len(others) > APART
     group.close()
 
 
 def test_each_prompt_is_answered_once_with_tools_on_while_weights_are_pushed(fleet: Fleet) -> None:
-    models = {"v0": tiny(FAMILY, 10)}
-    policy = tiny(FAMILY, 10)
+    models = {"v0": trained(10)}
+    policy = trained(10)
     with WeightSync(policy, fleet.engines) as sync:
         sync.push("v0")
         requests = [fleet.ask(10, name, sampling={"n": 4, "seed": name}) for name in range(64)]
@@ -124,7 +127,7 @@ def test_each_prompt_is_answered_once_with_tools_on_while_weights_are_pushed(fle
         found: list[GenerationResult] = []
         for step in range(1, 8):
             found += collect(fleet.queues.results, 8, sync, SOON)
-            models[f"v{step}"] = tiny(FAMILY, 10 + step)
+            models[f"v{step}"] = trained(10 + step)
             policy.load_state_dict(models[f"v{step}"].state_dict())
             sync.push(f"v{step}")
         found += collect(fleet.queues.results, 64 - len(found), sync, SOON)
@@ -146,7 +149,7 @@ def test_each_prompt_is_answered_once_with_tools_on_while_weights_are_pushed(fle
 
 def test_an_actor_that_is_killed_loses_nothing_and_comes_back_with_the_current_weights(fleet: Fleet) -> None:
     """Last: its first engine is another one afterwards."""
-    model = tiny(FAMILY, 30)
+    model = trained(30)
     with WeightSync(model, fleet.engines) as sync:
         sync.push("w1")
         requests = [fleet.ask(20, name, sampling={"n": 2, "ignore_eos": True}) for name in range(40)]
@@ -162,6 +165,6 @@ def test_an_actor_that_is_killed_loses_nothing_and_comes_back_with_the_current_w
         until(lambda: ready(fleet.engines[0]), SOON)
         sync.catch_up()
         sample = fleet.generate(0, 21).samples[0]
-        own, others = gaps({"w1": model, "another": tiny(FAMILY, 10)}, fleet.ask(21, 0).prompt_token_ids, sample)
+        own, others = gaps({"w1": model, "another": trained(10)}, fleet.ask(21, 0).prompt_token_ids, sample)
         assert max(own) < CLOSE
         assert sum(others) / len(others) > APART

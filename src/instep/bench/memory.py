@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,10 +24,11 @@ def held(pids: Sequence[int]) -> Held:
         infos = {f"GPU {device}": torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())}
         return {place: total - free for place, (free, total) in infos.items()}
     disk = os.statvfs(directory())
-    return {"host": sum(map(_private, set(pids))) + (disk.f_blocks - disk.f_bfree) * disk.f_frsize}
+    return {"host": sum(map(private, set(pids))) + (disk.f_blocks - disk.f_bfree) * disk.f_frsize}
 
 
-def _private(pid: int) -> int:
+def private(pid: int) -> int:
+    """Bytes of a process that are no file's and nobody else's."""
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
@@ -42,11 +43,19 @@ def trim() -> None:
 def peak(pids: Sequence[int], base: Held) -> Iterator[Held]:
     """Fills in the peaks beyond `base`, looked at every few milliseconds."""
     found = dict.fromkeys(base, 0)
-    done = threading.Event()
 
     def look() -> None:
         for place, nbytes in held(pids).items():
             found[place] = max(found[place], nbytes - base[place])
+
+    with watching(look):
+        yield found
+
+
+@contextmanager
+def watching(look: Callable[[], None]) -> Iterator[None]:
+    """Looks again and again in a thread while it lasts, and once more at its end."""
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(INTERVAL):
@@ -55,7 +64,7 @@ def peak(pids: Sequence[int], base: Held) -> Iterator[Held]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield found
+        yield
     finally:
         done.set()
         watcher.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from instep import WeightSync
 from instep.bench.apart import Apart
+from instep.bench.memory import private, watching
 from instep.bench.shapes import model
 from instep.bench.sharded import WAYS
 from instep.protocol import ITEM_BYTES
@@ -26,29 +26,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     WAYS[1]: {"transport": "gloo"},
     WAYS[2]: {"transport": "gloo", "gather_whole_model": True},
 }
-INTERVAL = 0.002
 
 
 @contextmanager
 def peak() -> Iterator[list[int]]:
     """The most private memory of this process beyond what it has now, in bytes."""
-    found, done, base = [0], threading.Event(), private()
+    found, me = [0], os.getpid()
+    base = private(me)
 
-    def watch() -> None:
-        while not done.wait(INTERVAL):
-            found[0] = max(found[0], private() - base)
+    def look() -> None:
+        found[0] = max(found[0], private(me) - base)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
+    with watching(look):
         yield found
-    finally:
-        done.set()
-        watcher.join()
-
-
-def private() -> int:
-    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
 
 
 def given(sync: WeightSync, rank: int) -> int:

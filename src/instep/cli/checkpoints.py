@@ -1,4 +1,4 @@
-"""Checkpoints that commands take: a directory, a file, or a Hub id."""
+"""What commands take that compare or push: a checkpoint, which is a directory, a file or a Hub id, and the URLs of servers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 import sys
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from instep.config import VERSION
 from instep.errors import ConfigError
@@ -16,6 +19,8 @@ CANARY = tuple(range(1, 9))
 """Token ids that every vocabulary has."""
 CANARY_BOUND = 1.0
 """Largest accepted difference of two log-probabilities (natural log): kernels round differently, a wrong layer is far off."""
+Urls = Annotated[list[str], Parameter(consume_multiple=True)]
+"""One or more after one flag."""
 FILES = ("*.safetensors", "*.safetensors.index.json", "*.json")
 
 

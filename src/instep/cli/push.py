@@ -7,14 +7,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
 import msgspec
-from cyclopts import Parameter
 
 from instep import WeightSync
 from instep.cli import PARTLY
-from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, found, version_of
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, found, version_of
 from instep.config import Require, TransportName
 from instep.errors import InstepError
 from instep.telemetry import progress_bar
@@ -27,7 +25,7 @@ def push(
     model: str,
     /,
     *,
-    engine: Annotated[list[str], Parameter(consume_multiple=True)],
+    engine: Urls,
     version: str | None = None,
     require: Require = "all",
     transport: TransportName = "auto",

@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from cyclopts import Parameter
 
 from instep.cli import DIGESTS_DIFFER, FAILED, PARTLY
-from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, found
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, found
 from instep.engine import Engine, connect
 from instep.errors import InstepError
 from instep.verify import Verified
 from instep.verify import verify as compare
 
-Urls = Annotated[list[str], Parameter(consume_multiple=True)]
 DEADLINE = 120.0  # seconds for each call
 SHOWN = 5  # tensors of each kind that are named
 
 
-def verify(
-    model: str, /, *, engine: Annotated[list[str], Parameter(consume_multiple=True)], canary: bool = False, json: bool = False
-) -> int:
+def verify(model: str, /, *, engine: Urls, canary: bool = False, json: bool = False) -> int:
     """Compare the weights that servers hold now with a checkpoint, by digests. Nothing is changed, generation goes on.
 
     What a server keeps in a layout of its own cannot be read back: it is counted, and --canary covers it.
