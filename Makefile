@@ -13,7 +13,7 @@ demo: setup-demo  ## a small language model learns while a live engine follows i
 test: lint  ## everything, with a real vLLM
 	$(BIN)/pytest
 
-check: lint  ## lint, types and unit tests (layers among them), in under a minute
+check: lint  ## lint, types and unit tests (layers among them), in a few minutes
 	$(BIN)/pytest tests/unit
 
 bench: setup-test  ## push, and compare with what one would do instead and with what the machine can do
