@@ -34,7 +34,7 @@ class Run:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.prompts: queue.Queue[Any] = queue.Queue()
         self.results: queue.Queue[Any] = queue.Queue()
-        arguments = {**ARGUMENTS, "load_format": "dummy", "enable_prefix_caching": True}
+        arguments = {**ARGUMENTS, "load_format": "dummy", "enable_prefix_caching": True, "max_num_batched_tokens": 96}
         with settings():
             self.actor = LLMActor(
                 partial(start_vllm, str(folder), **arguments), tokenizer=Tokens(), prompt_queue=self.prompts, results_queue=self.results,
@@ -91,6 +91,19 @@ def test_prompts_come_back_scored_with_the_log_probabilities_that_the_trainer_co
         assert len({tuple(sample.token_ids) for sample in results[request.id].samples}) == 3
     again = run.actor.submit(run.ask(PROMPTS[1], n=3, seed=1, temperature=0.5, max_tokens=12)).result(SOON)
     assert [sample.token_ids for sample in again.samples] == [sample.token_ids for sample in results[requests[1].id].samples]
+
+
+def test_seeds_survive_a_push_after_which_a_batch_takes_only_some_of_the_requests(run: Run) -> None:
+    run.push()
+    requests = [run.ask([i + 1] * 30, n=4, seed=i) for i in range(4)]
+    for request in requests:
+        run.prompts.put(request)
+    run.tokens_in_flight(5)
+    run.push()
+    results = {result.request.id: result for result in (run.results.get(timeout=SOON) for _ in requests)}
+    assert {len(sample.token_ids) for result in results.values() for sample in result.samples} == {LENGTH}
+    assert any(len(sample.versions) == 2 for result in results.values() for sample in result.samples)
+    run.actor.check_background_threads()
 
 
 def test_tools_run_between_turns_and_a_broken_verifier_costs_one_sample(run: Run) -> None:

@@ -29,7 +29,7 @@ from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU
 from instep.bench.trainer import Trainer
 from instep.engine.vllm_serving import start_vllm
 from instep.errors import InstepError
-from instep.generation import LLMActor, PromptId, PromptRequest, Sampling
+from instep.generation import GenerationResult, LLMActor, PromptId, PromptRequest, Sampling
 from instep.transport.group import environment
 
 SAMPLES, LENGTH, PROMPT = 4, 64, 16
@@ -38,6 +38,7 @@ EVERY = 5.0
 RUN = 12.0
 """Seconds that a run is to take, about."""
 WAIT = 600.0
+"""Seconds for a result or a push, at most."""
 BARE, ACTOR, PUSHED = "AsyncLLM", "actor", f"actor, a push every {EVERY:g} s"
 
 
@@ -113,9 +114,20 @@ class Generation:
         started = time.perf_counter()
         for request in requests:
             self.prompts.put(request)
-        found = [self.results.get(timeout=WAIT) for _ in requests]
+        found = [self.result() for _ in requests]
         seconds = time.perf_counter() - started
         return Rate(way=ACTOR, tokens=sum(len(sample.token_ids) for result in found for sample in result.samples), seconds=seconds)
+
+    def result(self) -> GenerationResult:
+        """The next. Raises what went wrong in the actor, which has none to give then."""
+        deadline = time.monotonic() + WAIT
+        while True:
+            self.actor.check_background_threads()
+            try:
+                return self.results.get(timeout=1.0)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    raise
 
     def while_pushing(self, count: int, push: Callable[[], float]) -> Rate:
         with every(EVERY, push) as pauses:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,8 @@ ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 PAD = 8
+HELD = 60.0
+"""Seconds for which `generate` waits for a push to end."""
 
 
 class MemoryEngine:
@@ -60,6 +63,7 @@ class MemoryEngine:
         self.threads = ThreadPoolExecutor(max_workers=tp)  # workers run side by side, as processes do
         self.version: str | None = None
         self.paused = False
+        self.turn = threading.Condition()  # of tokens and of pushes
         self.dead = False
         self.refusal: str | None = None
         self.prefix_cache: dict[tuple[int, ...], int] = {}
@@ -83,13 +87,15 @@ class MemoryEngine:
     def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Tokens below 1000 that follow from every weight and the prompt. A prompt seen before is answered from the prefix cache.
 
-        Raises `EngineDirty` while a push has left it with parts of two versions.
+        Waits while it is paused, as an engine holds its requests back. Raises `EngineDirty` while a push has left it with parts of two
+        versions, `RuntimeError` where nobody has it go on within 60 s.
         """
-        if self.refusal:
-            raise EngineDirty(f"{self.name} refuses to generate: {self.refusal}")
-        if self.paused:
-            raise RuntimeError(f"{self.name} is paused")
-        weights = self.prefix_cache.setdefault(tuple(prompt), self.fingerprint())
+        with self.turn:
+            if not self.turn.wait_for(lambda: self.refusal or not self.paused, HELD):
+                raise RuntimeError(f"{self.name} was left paused for {HELD:g} s")
+            if self.refusal:
+                raise EngineDirty(f"{self.name} refuses to generate: {self.refusal}")
+            weights = self.prefix_cache.setdefault(tuple(prompt), self.fingerprint())
         state = mix(np.array([weights], np.uint64) + np.uint64(hash(tuple(prompt)) & MASK))
         tokens = []
         for _ in range(max_tokens):
@@ -109,13 +115,16 @@ class MemoryEngine:
 
     async def pause(self, caches: CachePolicy) -> None:
         await self._point("pause")
-        self.paused = True
-        if caches == "reset":
-            self.prefix_cache.clear()
+        with self.turn:
+            self.paused = True
+            if caches == "reset":
+                self.prefix_cache.clear()
 
     async def resume(self) -> None:
         await self._point("resume")
-        self.paused = False
+        with self.turn:
+            self.paused = False
+            self.turn.notify_all()
 
     async def label(self, version: str) -> None:
         await self._point("label")
@@ -126,7 +135,9 @@ class MemoryEngine:
         return [-(1 + (self.fingerprint() >> shift % 48) % 1000 / 1000) for shift in token_ids[1:]]
 
     async def refuse(self, reason: str | None) -> None:
-        self.refusal = reason
+        with self.turn:
+            self.refusal = reason
+            self.turn.notify_all()
 
     async def _point(self, point: str) -> None:
         self.calls.append(point)

@@ -19,6 +19,9 @@ FORCED: dict[str, Any] = {
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """How chats are written for a tokenizer without a template, by the HTTP app: contents one after the other."""
 DEFAULTS: dict[str, Any] = {"worker_extension_cls": EXTENSION, "disable_log_stats": True}
+ON_CPU: dict[str, Any] = {"enable_chunked_prefill": False}
+"""Where a step reads only part of a prompt, vLLM takes back what the request's seed gave for it. A generator on the CPU cannot go back, and the
+engine dies: seen in 0.32, after a push in flight too, when all that runs is read again."""
 
 
 async def start_vllm(model: str, **arguments: Any) -> VllmServing:
@@ -27,12 +30,15 @@ async def start_vllm(model: str, **arguments: Any) -> VllmServing:
     arguments: those of `vllm.AsyncEngineArgs`. What its log-probabilities mean is not a choice: they are those of the sampled distribution.
     """
     from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if wrong := [name for name, value in FORCED.items() if arguments.get(name, value) != value]:
         raise ConfigError(f"an actor needs {', '.join(f'{name}={FORCED[name]!r}' for name in wrong)}")
     if arguments.get("weight_transfer_config") is None:
         arguments = {**DEFAULTS, **arguments}
+    if current_platform.is_cpu():
+        arguments = {**ON_CPU, **arguments}
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **{**arguments, **FORCED}))
     return VllmServing(llm, model)
 
