@@ -124,7 +124,8 @@ class Generation:
         while True:
             self.actor.check_background_threads()
             try:
-                return self.results.get(timeout=1.0)
+                result: GenerationResult = self.results.get(timeout=1.0)
+                return result
             except queue.Empty:
                 if time.monotonic() > deadline:
                     raise
