@@ -50,7 +50,7 @@ def test_an_exception_is_shown_with_its_line() -> None:
 
 
 def test_an_endless_loop_is_stopped() -> None:
-    ran = program("print('on my way')\nwhile True: pass", 5.0)  # which a loaded machine takes to start it
+    ran = program("print('on my way')\nwhile True: pass", SandboxLimits(seconds=5.0))  # which a loaded machine takes to start it
     assert (ran.end, ran.output) == ("timeout", "on my way\n")
 
 
