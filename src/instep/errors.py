@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Serving = Literal["old", "new", "dirty", "unknown"]
@@ -31,6 +31,7 @@ WORDS: dict[str, str] = {
     "dirty": "DIRTY: refuses to generate until a push succeeds",
     "unknown": "does not answer; it served {version} when it last did",
 }
+NEVER_HEARD = "does not answer; no version of it was heard of so far"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,10 @@ class EngineState:
     reason: str | None = None
 
     def __str__(self) -> str:
-        text = f"{self.engine}: " + WORDS[self.serving].format(version=self.version or "its own first weights")
-        return text + (f" ({self.phase}: {self.reason})" if self.reason else "")
+        words = NEVER_HEARD if self.serving == "unknown" and self.version is None else WORDS[self.serving]
+        text = f"{self.engine}: " + words.format(version=self.version or "its own first weights")
+        why = ": ".join(filter(None, (self.phase, self.reason)))
+        return text + (f" ({why})" if why else "")
 
 
 class InstepError(Exception):
@@ -123,7 +126,9 @@ class SyncError(InstepError):
         self.engines = engines
 
     def __str__(self) -> str:
-        lines = [Exception.__str__(self), *(f"  {state}" for state in self.engines)]
+        what = Exception.__str__(self)
+        states = (replace(state, reason=None) if state.reason == what else state for state in self.engines)  # said once is enough
+        lines = [what, *(f"  {state}" for state in states)]
         return "\n".join(lines + ([f"  next: {self.next_step}"] if self.next_step else []))
 
 
@@ -136,7 +141,7 @@ class EngineTimeout(SyncError):
 class EngineLost(SyncError):
     """A process of the engine died."""
 
-    next_step = "restart the engine, then `sync.catch_up()`"
+    next_step = "restart it, then push again or `sync.catch_up()`; `sync.catch_up(new_engine)` takes another in its place"
 
 
 class ApplyError(SyncError):

@@ -136,6 +136,8 @@ class Fault(msgspec.Struct, frozen=True):
     kind: str
     message: str
     tensor: str | None = None
+    next_step: str | None = None
+    """Where it is another than the class's own."""
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -39,6 +39,7 @@ STATES = (
     ),
     (EngineState("d", "unknown", "v1", "prepare", "no answer"), "d: does not answer; it served v1 when it last did (prepare: no answer)"),
     (EngineState("e", "old", None), "e: still serves its own first weights"),
+    (EngineState("f", "unknown", None, "hello"), "f: does not answer; no version of it was heard of so far (hello)"),
 )
 
 
@@ -51,9 +52,17 @@ def test_a_failed_push_tells_all_of_it(kind: type[SyncError]) -> None:
     text = str(kind("vllm-1 did what it should not", version="v2", engines=tuple(state for state, _ in STATES)))
     lines = text.splitlines()
     assert lines[0] == "vllm-1 did what it should not"
-    assert [line.strip() for line in lines[1:6]] == [words for _, words in STATES]
-    assert lines[6].startswith("  next: ")
-    assert len(lines) == 7
+    assert [line.strip() for line in lines[1:-1]] == [words for _, words in STATES]
+    assert lines[-1].startswith("  next: ")
+
+
+def test_a_failed_push_says_its_reason_once() -> None:
+    states = (EngineState("a", "dirty", "v1", "commit", "a: it failed"), EngineState("b", "old", "v1", "prepare", "b: it failed too"))
+    lines = str(SyncError("a: it failed", engines=states)).splitlines()
+    assert lines[1:3] == [
+        "  a: DIRTY: refuses to generate until a push succeeds (commit)",
+        "  b: still serves v1 (prepare: b: it failed too)",
+    ]
 
 
 @pytest.mark.parametrize("kind", UNTOUCHED)

@@ -100,7 +100,8 @@ class Member:
         """
         self.seq += 1
         payload = encode(Request(self.seq, self.session, raw(body)))
-        answers = await self.bounded(method, self.engine.call(method, payload))
+        phase = "prepare" if method == "ready" else method  # `ready` asks how far `prepare` is
+        answers = await self.bounded(phase, self.engine.call(method, payload))
         try:
             replies = sorted((decode(data, Reply) for data in answers), key=lambda reply: reply.rank)
             if not replies or any(reply.seq != self.seq for reply in replies):
@@ -119,7 +120,8 @@ class Member:
         for reply in replies:
             if reply.fault is not None:
                 where = f"{self.name} rank {reply.rank}" if len(replies) > 1 else self.name
-                raise by_name(reply.fault.kind)(f"{where}: {reply.fault.message}", tensor=reply.fault.tensor)
+                kind, fault = by_name(reply.fault.kind), reply.fault
+                raise kind(f"{where}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)
 
     async def hello(self) -> list[Identity]:
         """Who is there and what it serves. Raises `VersionConflict` where another trainer has pushed in between."""

@@ -104,7 +104,7 @@ class Receiver:
             kind = type(error).__name__ if isinstance(error, InstepError) else "ApplyError"
             text = error.args[0] if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
             text = str(text).encode(errors="replace").decode()  # lone surrogates cannot travel
-            fault = Fault(kind, text, getattr(error, "tensor", None))
+            fault = Fault(kind, text, getattr(error, "tensor", None), vars(error).get("next_step"))
             self.last_error = f"{method}: {text}"
         return encode(Reply(seq, self.host.rank, self.state, self.version, fault, raw(body)))
 
@@ -149,7 +149,7 @@ class Receiver:
         known = self.history.get(manifest.version)
         if known and manifest.digests and known != total(manifest.digests):
             raise VersionConflict(
-                f"version {manifest.version!r} was served before, with other bytes; give each set of weights a name of its own"
+                f"version {manifest.version!r} was served before, with other bytes", next_step="give each set of weights a name of its own"
             )
         if manifest.base is not None and manifest.base != self.version and self.state == "serving":
             raise VersionConflict(f"version {manifest.version!r} follows {manifest.base!r}, but the engine serves {self.version!r}")
