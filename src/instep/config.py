@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from instep.errors import ConfigError
 
@@ -52,8 +52,15 @@ class Config:
             raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
         if not self.canary_bound > 0:
             raise ConfigError(f"canary_bound must be positive, not {self.canary_bound!r}")
-        if self.canary is not None and len(self.canary) < 2:
-            raise ConfigError("canary needs at least two token ids: the first is the context of the second")
+        if self.canary is not None:
+            _check_canary(self.canary)
+
+
+def _check_canary(tokens: Any) -> None:
+    if not isinstance(tokens, Sequence) or not all(isinstance(token, int) for token in tokens):
+        raise ConfigError(f"canary is a list of token ids, not {tokens!r}", next_step="give what a tokenizer's `encode` returns")
+    if len(tokens) < 2:
+        raise ConfigError("canary needs at least two token ids: the first is the context of the second")
 
 
 def check_version(version: str) -> str:

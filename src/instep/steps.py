@@ -12,7 +12,7 @@ import torch
 from instep.config import Config
 from instep.digest import total
 from instep.engine.fleet import Fleet, Member
-from instep.errors import CanaryError, InstepError, PlanError, SyncError, TransportError, VersionConflict
+from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, TransportError, VersionConflict
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
@@ -72,7 +72,8 @@ class Push:
         if self.version in history:
             age = len(history) - 1 - history.index(self.version)
             raise VersionConflict(
-                f"version {self.version!r} was pushed before" + (f", {age} versions ago" if age else ": it is the current one"),
+                f"version {self.version!r} was pushed before"
+                + (f", {age} version{'s' * (age > 1)} ago" if age else ": it is the current one"),
                 next_step="give each set of weights a name of its own; `catch_up()` brings the current version to engines that lack it",
             )
         session = self.session
@@ -110,18 +111,31 @@ class Push:
     def publish(self, members: Sequence[Member], tensors: list[TensorMeta], base: str | None) -> Manifest:
         """Makes the source's weights available to the members' workers.
 
-        Raises `SourceError` where the trainer changed a tensor meanwhile: nothing has been sent.
+        Raises `SourceError` where the trainer changed a tensor meanwhile, or has no forward for the canary: nothing has been sent.
         """
         session = self.session
+        self.expected = self._expected()
         with self.phase("publish"):
             self._free_left_versions()
             workers = [worker for member in members for worker in member.workers]
             with unchanged(session.source) as stamp:
                 self.published = session.transport.publish(tensors, lambda: self._counted(tensors), workers)
-        with self.phase("canary"):
-            self.expected = session.source.score(list(session.config.canary)) if session.config.canary else None
         self.stamp = stamp
         return Manifest(self.version, base, tensors, self.published.digests, self.published.location)
+
+    def _expected(self) -> list[float] | None:
+        """What the trainer's forward says of the canary."""
+        session = self.session
+        if not session.config.canary:
+            return None
+        with self.phase("canary"):
+            scores = session.source.score(list(session.config.canary))
+        if scores is None:
+            raise SourceError(
+                "the source has no forward that scores the canary: only a language model has",
+                next_step="give the nn.Module itself as source, or leave `canary` out: digests prove the bytes",
+            )
+        return scores
 
     async def prepare(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[Member], Manifest]:
         """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all.

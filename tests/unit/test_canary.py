@@ -11,7 +11,7 @@ from hanging import hang
 from torch import nn
 
 from instep import MemoryEngine, TransformersEngine, WeightSync
-from instep.errors import ApplyError, CanaryError, EngineDirty, EngineTimeout
+from instep.errors import ApplyError, CanaryError, EngineDirty, EngineTimeout, SourceError
 from instep.protocol import Method
 
 pytestmark = pytest.mark.usefixtures("segments", "deadlines")
@@ -186,10 +186,15 @@ def raise_(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("source", ["state dict", "no language model"])
-def test_without_a_trainers_forward_there_is_no_canary(source: str) -> None:
+def test_a_canary_that_the_trainer_cannot_score_is_refused(source: str) -> None:
     module = nn.Linear(3, 2)
     given = module.state_dict() if source == "state dict" else module
-    with WeightSync(given, [MemoryEngine(module.state_dict())], canary=CANARY) as sync:
+    engine = MemoryEngine(module.state_dict())
+    with WeightSync(given, [engine], canary=CANARY) as sync, pytest.raises(SourceError, match="no forward that scores the canary"):
+        sync.push("a")
+    assert engine.version is None
+    assert "prepare" not in engine.calls
+    with WeightSync(given, [engine]) as sync:
         receipt = sync.push("a")
     assert receipt.canary_gap is None
     assert "canary gap" not in str(receipt)

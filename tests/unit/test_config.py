@@ -23,6 +23,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no bound": ({"canary_bound": 0.0}, "canary_bound must be positive, not 0.0"),
     "bound is no number": ({"canary_bound": float("nan")}, "canary_bound must be positive, not nan"),
     "one token": ({"canary": [1]}, "canary needs at least two token ids"),
+    "a flag": ({"canary": True}, "canary is a list of token ids, not True"),
+    "a text": ({"canary": "hello"}, "canary is a list of token ids, not 'hello'"),
     "no token": ({"canary": []}, "canary needs at least two token ids"),
 }
 
