@@ -6,7 +6,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -58,8 +58,7 @@ class WeightSync:
         sinks: Sequence[Sink] = (),
     ) -> None:
         config = Config(require, caches, transport, cast, timeout, canary, canary_bound, gather_whole_model)
-        if len({id(engine) for engine in engines}) < len(engines):
-            raise ConfigError("an engine is listed twice")
+        check_engines(engines)
         self._role = role(source, config, engines=bool(engines))
         if isinstance(self._role, Lead):
             fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout)
@@ -167,10 +166,17 @@ class WeightSync:
             self._busy.release()
 
 
+def check_engines(engines: Any) -> None:
+    """Raises `ConfigError` for what is no list, and for an engine that is listed twice."""
+    if isinstance(engines, str) or not isinstance(engines, Sequence):
+        raise ConfigError(f"engines is a list, not {type(engines).__name__}", next_step="write engines=[...], also around a single one")
+    if len({engine if isinstance(engine, str) else id(engine) for engine in engines}) < len(engines):
+        raise ConfigError("an engine is listed twice")
+
+
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    try:
+    with suppress(RuntimeError):  # there is none, as usual; what a push raises must not look as if this had led to it
         asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    coroutine.close()
-    raise ConfigError("an event loop is running in this thread: use `await sync.apush(...)`")
+        coroutine.close()
+        raise ConfigError("an event loop is running in this thread: use `await sync.apush(...)`")
+    return asyncio.run(coroutine)

@@ -12,7 +12,7 @@ import torch
 from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
-from instep.errors import ConfigError, TransportError
+from instep.errors import ConfigError, PlanError, TransportError
 from instep.protocol import Method
 from instep.telemetry import Event
 
@@ -37,6 +37,12 @@ def test_inside_a_running_loop_only_the_asynchronous_form_works() -> None:
             assert (await sync.astatus())[0].version == "v1"
 
     asyncio.run(main())
+
+
+def test_what_a_push_raises_has_no_other_error_behind_it() -> None:
+    with WeightSync({"w": torch.ones(2)}, [MemoryEngine(checkpoint(0))]) as sync, pytest.raises(PlanError) as caught:
+        sync.push("v1")
+    assert caught.value.__context__ is None
 
 
 def test_two_pushes_at_once() -> None:

@@ -105,13 +105,15 @@ def test_two_trainers_that_push_at_once_never_mix() -> None:
     assert len(failures) < 2
 
 
-@pytest.mark.parametrize("engines", ["nothing", "the same twice", "something else"])
+@pytest.mark.parametrize("engines", ["nothing", "the same twice", "something else", "no list", "a URL"])
 def test_engines_that_are_none(engines: str) -> None:
     engine = engine_named()
-    given = {
+    given: dict[str, tuple[Any, str]] = {
         "nothing": ([], "at least one engine"),
         "the same twice": ([engine, engine], "listed twice"),
         "something else": ([3], "cannot push to int"),
+        "no list": (engine, "engines is a list, not MemoryEngine"),
+        "a URL": ("http://gpu1:8000", "engines is a list, not str"),
     }
     with pytest.raises(ConfigError, match=given[engines][1]):
         WeightSync(WEIGHTS["a"], given[engines][0])
