@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -27,14 +27,14 @@ from torch import nn
 
 from instep.digest import MASK, as_bytes, mix, partial
 from instep.engine import CachePolicy
-from instep.errors import EngineDirty, EngineLost
+from instep.errors import ConfigError, EngineDirty, EngineLost
 from instep.protocol import Manifest, Method
 from instep.receiver import NeverRebuilds
 from instep.receiver.state import Receiver
 from instep.receiver.trace import shape_only
 from instep.transport import Me, open_location
 
-Point = Literal["hello", "trace", "prepare", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
+Point = Literal["hello", "trace", "prepare", "ready", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
 Kind = Literal["error", "hang", "die"]
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -50,10 +50,16 @@ HELD = 60.0
 class MemoryEngine:
     """
     checkpoint: names and tensors as `save_pretrained` writes them; the shapes the engine is built from, and its first weights.
-    tp: tensor-parallel workers, 1 or 2. Sizes that are cut must be even.
+    tp: tensor-parallel workers. Where they do not divide a size the last ones have less.
+
+    Raises `ConfigError` for a checkpoint that is no mapping.
     """
 
     def __init__(self, checkpoint: Mapping[str, torch.Tensor], *, tp: int = 1, name: str = "memory") -> None:
+        if not isinstance(checkpoint, Mapping):
+            raise ConfigError(
+                f"a MemoryEngine is made of names and tensors, not of a {type(checkpoint).__name__}", next_step="model.state_dict()"
+            )
         self.name = name
         self.hosts = [MemoryHost(checkpoint, rank, tp) for rank in range(tp)]
         for host in self.hosts:
@@ -73,8 +79,12 @@ class MemoryEngine:
     def inject(self, point: Point, kind: Kind = "error", *, tensor: int = 0) -> None:
         """The next call that reaches `point` fails, hangs until its deadline, or takes the process down.
 
-        `tensor` is the index of the tensor at which the last worker's loader fails, for the point "tensor".
+        `tensor` is the index of the tensor at which the last worker's loader fails, for the point "tensor". Raises `ConfigError` for a
+        point or a kind that is not there.
         """
+        for given, known in ((point, get_args(Point)), (kind, get_args(Kind))):
+            if given not in known:
+                raise ConfigError(f"cannot inject {given!r}; known: {', '.join(known)}")
         if point == "tensor":
             self.hosts[-1].fail_at = tensor
         else:
@@ -211,7 +221,8 @@ class MemoryHost(NeverRebuilds):
         if axis is None or self.world_size == 1:
             return tensor
         size = -(-tensor.shape[axis] // self.world_size)
-        return tensor.narrow(axis, self.rank * size, min(size, tensor.shape[axis] - self.rank * size))
+        start = min(self.rank * size, tensor.shape[axis])
+        return tensor.narrow(axis, start, min(size, tensor.shape[axis] - start))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for count, (name, tensor) in enumerate(tensors):

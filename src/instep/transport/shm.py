@@ -179,16 +179,21 @@ class Segment:
         self.size = max(size, mmap.PAGESIZE)
         self.name = f"instep-{uuid.uuid4().hex}"
         self.path = directory() / self.name
-        free = os.statvfs(directory())
-        if free.f_bavail * free.f_frsize < self.size:
+        try:
+            free = os.statvfs(directory())
+            if free.f_bavail * free.f_frsize < self.size:
+                raise TransportError(
+                    f"{directory()} has {free.f_bavail * free.f_frsize >> 20} MiB free, the model needs {-(-self.size >> 20)} MiB",
+                    next_step="give it more room (docker run --shm-size=..., or mount -o remount,size=...) or remove what fills it",
+                )
+            unlocked = self.path.with_suffix(".new")  # a sweep between creation and lock must not know it
+            self.file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self.file, fcntl.LOCK_SH)
+            unlocked.rename(self.path)
+        except OSError as error:
             raise TransportError(
-                f"{directory()} has {free.f_bavail * free.f_frsize >> 20} MiB free, the model needs {self.size >> 20} MiB",
-                next_step="give it more room (docker run --shm-size=..., or mount -o remount,size=...) or remove what fills it",
-            )
-        unlocked = self.path.with_suffix(".new")  # a sweep between creation and lock must not know it
-        self.file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self.file, fcntl.LOCK_SH)
-        unlocked.rename(self.path)
+                f"cannot make a file in {directory()}: {error.strerror}", next_step="let this user write to /dev/shm, or set TMPDIR"
+            ) from error
         try:
             os.posix_fallocate(self.file, 0, self.size) if hasattr(os, "posix_fallocate") else os.ftruncate(self.file, self.size)
             self.map = mmap.mmap(self.file, self.size)
