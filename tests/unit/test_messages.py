@@ -39,7 +39,7 @@ def test_what_a_worker_says_to_do_reaches_the_trainer() -> None:
 def test_a_folder_that_no_file_can_be_made_in(segments: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with WeightSync(NEW, [MemoryEngine(OLD)], transport="shm") as sync:
         monkeypatch.setattr(shm, "directory", lambda: segments / "nowhere")
-        with pytest.raises(TransportError, match="cannot make a file in .*nowhere: No such file or directory") as caught:
+        with pytest.raises(TransportError, match=r"cannot make a file in .*nowhere: No such file or directory") as caught:
             sync.push("new")
     assert "set TMPDIR" in str(caught.value)
 
