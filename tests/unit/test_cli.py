@@ -34,6 +34,14 @@ def test_without_cyclopts_the_command_says_what_to_install() -> None:
     assert result.stderr.strip() == 'the instep command needs cyclopts: pip install "instep[cli]"'
 
 
+def test_a_command_says_which_extra_it_lacks() -> None:
+    for command, package in (("status", "rich"), ("demo", "transformers")):
+        result = run(command, *["http://127.0.0.1:9"] * (command == "status"), before=f"sys.modules['{package}'] = None; ")
+        assert result.returncode == 1
+        assert f'ConfigError: this command needs {package}\n  next: pip install "instep[' in result.stderr
+        assert "Traceback" not in result.stderr
+
+
 def test_wrong_usage_ends_with_2_and_nothing_on_stdout() -> None:
     result = run("doctor", "--no-such-flag")
     assert result.returncode == 2

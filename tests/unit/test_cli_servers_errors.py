@@ -21,6 +21,7 @@ Run = Callable[..., tuple[int, str, str]]
         (["no/such-model", "--engine", "http://127.0.0.1:9"], "no model of that name can be had from the Hub"),
         (["{empty}", "--engine", "http://127.0.0.1:9"], "no .safetensors file in"),
         (["{folder}", "--engine", "127.0.0.1:9"], "an engine's URL is like http://host:8000"),
+        (["no/such-model", "--engine", "127.0.0.1:9"], "an engine's URL is like http://host:8000"),
         (["{folder}", "--engine", "http://user:secret@127.0.0.1:9"], "must not hold a password"),
         (["{folder}", "--engine", "http://127.0.0.1:9"], "cannot be reached"),
         (["{folder}", "--engine", "http://127.0.0.1:9", "--canary"], "--canary needs the model in transformers"),

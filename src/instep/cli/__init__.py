@@ -18,6 +18,9 @@ FAILED, PARTLY, DIGESTS_DIFFER = 1, 3, 4
 INTERRUPTED = 130  # as shells have it
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done, 4 digests differ. With --json the result alone is on stdout."
 
+EXTRAS = {"vllm": "vllm", "ray": "ray", "httpx": "http", "rich": "cli", "transformers": "demo", "gguf": "demo", "matplotlib": "demo"}
+"""Packages that only some commands need, and the extra that brings each."""
+
 
 def app() -> App:
     """The command line as cyclopts sees it. Raises `ModuleNotFoundError` without cyclopts."""
@@ -50,6 +53,13 @@ def exit_code(error: InstepError) -> int:
     return FAILED
 
 
+def missing(error: ImportError) -> str | None:
+    """What to install where a command could not import a package of an extra; None for any other error."""
+    cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error  # cyclopts wraps those of a command's own file
+    name = (cause.name or "").partition(".")[0]
+    return f'ConfigError: this command needs {name}\n  next: pip install "instep[{EXTRAS[name]}]"' if name in EXTRAS else None
+
+
 def main() -> None:
     """Entry point of the console script. Ends the process."""
     try:
@@ -63,5 +73,10 @@ def main() -> None:
     except InstepError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(exit_code(error))
+    except ImportError as error:
+        if (text := missing(error)) is None:
+            raise
+        print(text, file=sys.stderr)
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -13,7 +13,8 @@ import msgspec
 from instep import WeightSync
 from instep.cli import PARTLY
 from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, found, version_of
-from instep.config import Require, TransportName
+from instep.config import Require, TransportName, check_version
+from instep.engine import connect
 from instep.errors import InstepError
 from instep.telemetry import progress_bar
 
@@ -53,6 +54,9 @@ def push(
     json
         Print the receipt as JSON on stdout.
     """
+    engines = [connect(url) for url in engine]  # what is wrong with them is said before a model is downloaded
+    if version is not None:
+        check_version(version)
     source = Checkpoint(found(model))
     if version is None:
         version = version_of(source.folder)
@@ -65,7 +69,7 @@ def push(
     tokens = CANARY if canary else None
     with WeightSync(
         source,
-        engine,
+        engines,
         require=require,
         transport=transport,
         cast=True,

@@ -37,8 +37,8 @@ def verify(model: str, /, *, engine: Urls, canary: bool = False, json: bool = Fa
     json
         Print the result as JSON on stdout.
     """
+    engines = [connect(url) for url in engine]  # what is wrong with them is said before a model is downloaded
     source = Checkpoint(found(model))
-    engines = [connect(url) for url in engine]
     if canary:
         source.score(list(CANARY))  # what is missing for it is said first
     results = asyncio.run(every(source, engines, CANARY if canary else ()))
