@@ -103,7 +103,9 @@ class WeightSync:
         if isinstance(self._role, Follower):
             return await asyncio.to_thread(self._role.follow, "catch_up", "")
         if engine is not None:
-            self._session.fleet.replace_lost(connect(engine))
+            new = connect(engine)
+            await self.astatus()  # who has died is known once it was asked
+            self._session.fleet.replace_lost(new)
         current = self._session.to_be_had()
         async with self._exclusive("catch_up", current.version if current else "") as push:
             if current is None:

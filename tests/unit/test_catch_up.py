@@ -46,6 +46,17 @@ def test_a_restarted_engine_catches_up_with_one_call(base: str | None) -> None:
     assert serves(restarted) == ("c", "c")
 
 
+def test_a_new_engine_takes_the_place_of_one_that_nobody_knew_was_dead() -> None:
+    stays, dies = engine_named("stays"), engine_named("dies")
+    trainer = Trainer(stays, dies)
+    trainer.push("a")
+    dies.dead = True
+    new = engine_named("new")
+    assert [engine.engine for engine in trainer.sync.catch_up(new).engines] == ["dies"]
+    assert serves(new) == ("a", "a")
+    assert [(state.engine, state.serving) for state in trainer.sync.status()] == [("stays", "old"), ("dies", "old")]
+
+
 def test_an_engine_catches_up_with_what_was_rounded_for_it() -> None:
     trainer = Trainer(engine_named("stays"), engine_named("lacks"), cast=True, require="any")
     trainer.source.update({name: tensor.double() for name, tensor in WEIGHTS["a"].items()})
