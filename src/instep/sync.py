@@ -36,7 +36,7 @@ class WeightSync:
     copies the weights once, before it moves anything: from then on the trainer may change them.
 
     source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, or a `Source`.
-    engines: `vllm.LLM`, `AsyncLLM`, a server's URL, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
+    engines: a list of `vllm.LLM`, `AsyncLLM`, servers' URLs, handles of Ray actors, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
     Where the source lies in several processes (FSDP, ZeRO, DTensor), every rank makes a `WeightSync` and makes the same calls. Rank 0 has
     the engines; the others' are not looked at, and every rank returns the same receipt or raises the same error.
     The other settings are those of `instep.config.Config`. `sinks` receive an `Event` at a time (see `instep.telemetry`).
@@ -93,7 +93,7 @@ class WeightSync:
     def catch_up(self, engine: Any = None) -> Receipt:
         """Brings engines that do not serve the current version to it: restarted ones, and those that a push did not reach.
 
-        engine: a new engine that takes the place of those that died, in this and every later push.
+        engine: a new engine, in this and every later push. It takes the place and the name of one that has died.
         Raises `VersionConflict` where no version is held: nothing was pushed yet, or the last push reached no engine.
         """
         return _run(self.acatch_up(engine))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import tomllib
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from instep import WeightSync
 from instep.cli import checks
 from instep.metrics import metrics
 
@@ -59,12 +63,25 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(name: str, capsys: pytest.
     if name == "quickstart.md":
         assert "step-1: 0 MB in 4 tensors to 1 engine" in output
         assert "DIRTY: refuses to generate until a push succeeds" in output
-        assert output.endswith("step-3\n")
+        assert "\nstep-3\nstep-4: 0 MB in 4 tensors to 1 engine" in output
     if name == "metrics.md":
         assert logged[0]["instep/bytes"] == 32
         assert ("instep/bytes", 32, 0) in logged
         samples = namespace["registry"].get_sample_value
         assert samples("instep_syncs_total", {"outcome": "ok"}) == 1
+
+
+def test_the_quickstart_has_every_setting_with_its_default() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    settings = {name: found.default for name, found in signature(WeightSync).parameters.items() if found.kind is found.KEYWORD_ONLY}
+    told = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE)
+    assert {name: ast.literal_eval(default) for name, default in told} == settings
+
+
+def test_the_quickstart_has_every_extra() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text().partition("## ")[0]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys() - {"test"}
+    assert set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\|([^|]+)\|", page, re.MULTILINE)))) == extras
 
 
 def test_troubleshooting_has_every_line_of_the_doctor_that_may_warn() -> None:

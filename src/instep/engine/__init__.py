@@ -61,6 +61,6 @@ def connect(obj: Any) -> Engine:
         if engine is not None:
             return engine
     raise ConfigError(
-        f"cannot push to {type(obj).__name__}: give a vllm.LLM, an AsyncLLM, a server's URL, a MemoryEngine, a TransformersEngine "
-        "or your own instep Engine"
+        f"cannot push to {type(obj).__name__}: give a vllm.LLM, an AsyncLLM, a server's URL, the handle of a Ray actor that is an "
+        "engine, a MemoryEngine, a TransformersEngine or your own instep Engine"
     )
