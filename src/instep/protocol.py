@@ -124,6 +124,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
+    """One call to a worker. `body` is the encoded request of the method, such as a `TraceRequest`; nil where it takes none."""
+
     seq: int
     session: str
     """The `WeightSync` that asks. Two trainers that prepare the same engine are told apart by it."""
@@ -141,6 +143,8 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
+    """A worker's answer to the `Request` of the same `seq`, and what the worker serves after it. `body` is nil where there is a fault."""
+
     seq: int
     rank: int
     state: State
@@ -170,11 +174,15 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
+    """Run the engine's loader over these shapes. Answered by a `WorkerPlan`; `signature` is that of the list (`plan.routes.signature`)."""
+
     tensors: list[TensorMeta]
     signature: str
 
 
 class PrepareRequest(msgspec.Struct, frozen=True):
+    """Open this version. Answered by an `Arrival`; `signature` is that of the plan that it will take."""
+
     manifest: Manifest
     signature: str
     lease: float
@@ -191,6 +199,8 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class CommitRequest(msgspec.Struct, frozen=True):
+    """Take the version that was prepared. Answered by a `WorkerReceipt`."""
+
     version: str
 
 

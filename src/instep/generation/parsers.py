@@ -27,6 +27,8 @@ class Tokenizer(Protocol):
 
 
 class ToolParser(Protocol):
+    """How one family of models writes calls of tools, and reads their results."""
+
     def stops(self, tools: Sequence[ToolDefinition]) -> tuple[str, ...]:
         """Strings that end a turn, because a call ends with them. Asked for each sample: one without tools has no such strings."""
 

@@ -47,6 +47,8 @@ class Sending(Protocol):
 
 
 class Transport(Protocol):
+    """The trainer's side. A version is published, then workers read it while `serving` lasts, then its memory is released for another."""
+
     def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         """Who will read the next publication, made of tensors on `device`. The reason why this transport cannot bring it, or None."""
 

@@ -27,6 +27,8 @@ logger = logging.getLogger("instep")
 
 
 class VLLMWeightSender:
+    """The trainer's half of a scheme, with the methods of TorchRL's. Made by `VLLMWeightSyncScheme.create_sender`."""
+
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
         self._scheme = scheme
         self._workers: dict[int, Rpc] = {}
