@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from types import CoroutineType
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -177,9 +176,12 @@ def check_engines(engines: Any) -> None:
         raise ConfigError("an engine is listed twice")
 
 
-def _run(coroutine: CoroutineType[Any, Any, T]) -> T:
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     with suppress(RuntimeError):  # there is none, as usual; what a push raises must not look as if this had led to it
         asyncio.get_running_loop()
         coroutine.close()
-        raise ConfigError(f"an event loop is running in this thread: use `await sync.{coroutine.__name__}(...)`")
+        raise ConfigError(
+            "an event loop is running in this thread",
+            next_step="use what is for asyncio: `await sync.apush(...)`, `await sync.acatch_up(...)`, `await sync.astatus()`",
+        )
     return asyncio.run(coroutine)

@@ -30,8 +30,8 @@ def test_a_closed_sync_says_so() -> None:
 def test_inside_a_running_loop_only_the_asynchronous_form_works() -> None:
     async def main() -> None:
         with WeightSync(checkpoint(1), [MemoryEngine(checkpoint(0))]) as sync:
-            for name, call in (("apush", lambda: sync.push("v1")), ("acatch_up", sync.catch_up), ("astatus", sync.status)):
-                with pytest.raises(ConfigError, match=rf"await sync\.{name}\("):
+            for call in (lambda: sync.push("v1"), sync.catch_up, sync.status):
+                with pytest.raises(ConfigError, match=r"await sync\.apush.*await sync\.acatch_up.*await sync\.astatus"):
                     call()
             assert (await sync.apush("v1")).version == "v1"
             assert (await sync.astatus())[0].version == "v1"
