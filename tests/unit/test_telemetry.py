@@ -25,7 +25,7 @@ def test_the_events_of_a_push() -> None:
     with WeightSync(NEXT, [MemoryEngine(START)], sinks=[events.append]) as sync:
         receipt = sync.push("v1")
     phases = [event.phase for event in events if event.kind == "phase"]
-    assert phases == ["describe", "connect", "plan", "publish", "canary", "prepare", "commit"]
+    assert phases == ["describe", "connect", "plan", "publish", "prepare", "commit"]
     assert receipt.seconds.keys() == {*phases, "total"}
     copied = [(event.nbytes, event.total) for event in events if event.kind == "bytes"]
     assert [nbytes for nbytes, _ in copied] == sorted(nbytes for nbytes, _ in copied)
