@@ -279,4 +279,4 @@ def test_an_error_names_the_server_and_what_to_do() -> None:
     server.kill()
     with WeightSync(attention(1), [engine(server)]) as sync, pytest.raises(SyncError, match=f"127.0.0.1:{server.port}") as caught:
         sync.push("k1")
-    assert "restart the engine" in str(caught.value)
+    assert "restart it, then push again" in str(caught.value)
