@@ -138,6 +138,7 @@ class Fault(msgspec.Struct, frozen=True):
     kind: str
     message: str
     tensor: str | None = None
+    next_step: str | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):

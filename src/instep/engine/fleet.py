@@ -122,7 +122,8 @@ class Member:
         for reply in replies:
             if reply.fault is not None:
                 where = f"{self.name} rank {reply.rank}" if len(replies) > 1 else self.name
-                raise by_name(reply.fault.kind)(f"{where}: {reply.fault.message}", tensor=reply.fault.tensor)
+                fault = reply.fault
+                raise by_name(fault.kind)(f"{where}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)
 
     async def hello(self) -> list[Identity]:
         """Who is there and what it serves. Raises `VersionConflict` where another trainer has pushed in between."""

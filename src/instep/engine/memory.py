@@ -29,7 +29,7 @@ from instep.digest import MASK, as_bytes, mix, partial
 from instep.engine import CachePolicy
 from instep.errors import EngineDirty, EngineLost, PlanError
 from instep.protocol import Manifest, Method
-from instep.receiver import Host, NeverRebuilds
+from instep.receiver import MERGED, Host, NeverRebuilds
 from instep.receiver.adapter import AdapterHost, register
 from instep.receiver.state import Receiver
 from instep.receiver.trace import shape_only
@@ -271,7 +271,7 @@ class MemoryAdapter(AdapterHost):
         for name in tensors:
             layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
             if f"{layer}.weight" not in self.host.places:
-                raise PlanError(f"the engine has no layer for {name}", tensor=name)
+                raise PlanError(f"the engine has no layer for {name}", tensor=name, next_step=MERGED)
 
     def install(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:  # noqa: ARG002
         self.host.adapters[self.number] = tensors

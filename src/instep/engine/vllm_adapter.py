@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from instep.errors import PlanError
+from instep.receiver import MERGED
 from instep.receiver.adapter import AdapterHost
 
 Saved = tuple[Mapping[str, torch.Tensor], str]
 """Tensors and the configuration, as peft saves them."""
-INSTEAD = "push the model with its adapter merged instead, WeightSync(source=model)"
 
 
 class VllmAdapter(AdapterHost):
@@ -29,9 +29,9 @@ class VllmAdapter(AdapterHost):
         parallel = worker.vllm_config.parallel_config
         super().__init__(worker.rank, parallel.world_size, str(worker.device))
         if (manager := getattr(worker.model_runner, "lora_manager", None)) is None:
-            raise PlanError(f"this vLLM serves no LoRA adapters: start it with enable_lora=True, or {INSTEAD}")
+            raise PlanError("this vLLM serves no LoRA adapters", next_step=f"start it with enable_lora=True, or {MERGED}")
         if parallel.pipeline_parallel_size > 1:
-            raise PlanError(f"adapters are not pushed to stages of a pipeline: {INSTEAD}")
+            raise PlanError("adapters are not pushed to the stages of a pipeline", next_step=MERGED)
         self.worker, self.number = worker, number
         self.served: Saved | None = None
         self.layers = manager._adapter_manager
@@ -58,14 +58,14 @@ class VllmAdapter(AdapterHost):
         try:
             pairs = self.parsed((tensors, config)).loras
         except Exception as error:
-            raise PlanError(f"vLLM does not serve this adapter: {error} {INSTEAD.capitalize()}") from error
+            raise PlanError(f"vLLM does not serve this adapter: {error}", next_step=MERGED) from error
         places = {*self.layers.modules, *(part for parts in self.layers.packed_modules.values() for part in parts)}
         for name in pairs:
             if name not in places and name.removesuffix(".base_layer") not in places:  # under which peft has a part of packed experts
-                raise PlanError(f"the adapter changes {name}, where vLLM has no layer that takes one: {INSTEAD}", tensor=name)
+                raise PlanError(f"the adapter changes {name}, where vLLM has no layer that takes one", tensor=name, next_step=MERGED)
         read = [half for pair in pairs.values() for half in (pair.lora_a, pair.lora_b) if half is not None]
         if len(read) < 2 * len(pairs) or len(read) < len(tensors):
-            raise PlanError(f"vLLM reads {len(read)} of the adapter's {len(tensors)} tensors, in {len(pairs)} layers: {INSTEAD}")
+            raise PlanError(f"vLLM reads {len(read)} of the adapter's {len(tensors)} tensors, for {len(pairs)} layers", next_step=MERGED)
         self.check_sizes(pairs)
 
     def check_sizes(self, pairs: Mapping[str, Any]) -> None:
@@ -82,7 +82,8 @@ class VllmAdapter(AdapterHost):
                 sizes = (pair.lora_a.shape[1], a.shape[-1]), (pair.lora_b.shape[0], b.shape[-2])
                 if any(given % own or given > own * self.world_size for given, own in sizes):
                     given, own = zip(*sizes, strict=True)
-                    raise PlanError(f"the adapter of {name} takes and gives {given} features, vLLM's layer {own}", tensor=name)
+                    text = f"the adapter of {name} takes and gives {given} features, the engine's layer {own}"
+                    raise PlanError(text, tensor=name, next_step="push it to an engine of the model that it is trained on")
 
     def install(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:
         from vllm.lora.request import LoRARequest

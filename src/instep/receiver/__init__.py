@@ -79,8 +79,11 @@ class NeverRebuilds:
         raise NotImplementedError
 
 
+MERGED = "push the model with its adapter merged: WeightSync(source=model)"
+
+
 class NoAdapters:
     """The part of a `Host` that serves no LoRA adapters."""
 
     def adapter(self, number: int) -> Host:  # noqa: ARG002
-        raise PlanError("this engine serves no LoRA adapters: push the model with its adapter merged, WeightSync(source=model)")
+        raise PlanError("this engine serves no LoRA adapters", next_step=MERGED)

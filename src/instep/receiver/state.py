@@ -109,7 +109,7 @@ class Receiver:
             kind = type(error).__name__ if isinstance(error, InstepError) else "ApplyError"
             text = error.args[0] if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
             text = str(text).encode(errors="replace").decode()  # lone surrogates cannot travel
-            fault = Fault(kind, text, getattr(error, "tensor", None))
+            fault = Fault(kind, text, getattr(error, "tensor", None), getattr(error, "next_step", None))
             self.last_error = f"{method}: {text}"
         return encode(Reply(seq, self.host.rank, self.state, self.version, fault, raw(body)))
 

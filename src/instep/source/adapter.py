@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from instep.errors import ConfigError, SourceError
 from instep.protocol import AdapterConfig, TensorMeta
 from instep.source.bare import peft_model
 from instep.source.module import MappingSource
+from instep.source.names import canonical
 
 MERGED = "push the model with its adapters merged instead: WeightSync(source=model)"
 
@@ -25,7 +27,7 @@ class Adapter:
         sync.push("step-1")
         llm.generate(prompts, lora_request=LoRARequest("policy", 1, "pushed"))
 
-    model: a `peft.PeftModel` with one active adapter, in DDP or `torch.compile` or not. Whole on this rank.
+    model: a `peft.PeftModel` with one active adapter, however wrapped, and whole on this rank.
     number: `lora_int_id` of the requests that ask for the adapter. Their path is not looked at.
 
     Names and values are those that `save_pretrained` writes into `adapter_model.safetensors`. The engine's base weights stay as they are:
@@ -42,10 +44,16 @@ class Adapter:
         self.config = AdapterConfig(number, _config(self._model, self._name))
 
     def metadata(self) -> list[TensorMeta]:
-        """Raises `SourceError` where another adapter was made the active one, or its configuration was changed."""
+        """Raises `SourceError` where another adapter was made the active one, its configuration was changed, or peft loses some of it."""
         if (_active(self._model), _config(self._model, self._name)) != (self._name, self.config.config):
             raise SourceError(f"the adapter {self._name!r} is not the one that it was", next_step="make a new WeightSync for it")
-        return self._now().metadata()
+        metas = self._now().metadata()
+        saved = sum(".lora_" in meta.name for meta in metas)
+        pattern = re.compile(rf"\.lora_\w+\.{re.escape(self._name)}(\.|$)")
+        held = sum(bool(pattern.search(name)) for name, _ in self._model.named_parameters(remove_duplicate=False))
+        if saved < held:
+            raise SourceError(f"peft gives {saved} of the adapter's {held} tensors: it does not see into wrapped layers", next_step=MERGED)
+        return metas
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._now().tensors()
@@ -60,7 +68,8 @@ class Adapter:
     def _now(self) -> MappingSource:
         from peft import get_peft_model_state_dict
 
-        return MappingSource(get_peft_model_state_dict(self._model, adapter_name=self._name, save_embedding_layers=False))
+        state = get_peft_model_state_dict(self._model, adapter_name=self._name, save_embedding_layers=False)
+        return MappingSource({canonical(name): tensor for name, tensor in state.items()})
 
 
 def adapter_of(source: Any) -> AdapterConfig | None:
