@@ -165,8 +165,8 @@ REFUSED = {
     "a bias": ({"bias": "all"}, "bias"),
     "an initialisation that changes the base": ({"init_lora_weights": "pissa"}, "pissa"),
     "a layer too many": ({"base": {"num_hidden_layers": 3}}, "model.layers.2"),
-    "layers that take less": ({"base": {"hidden_size": 48}}, "takes and gives"),
-    "layers that give more": ({"base": {"intermediate_size": 288}}, "takes and gives"),
+    "layers that take less": ({"base": {"hidden_size": 48}}, "takes 48 features"),
+    "layers that give less": ({"base": {"intermediate_size": 48}}, "gives 48, the engine's layer 64 and 96"),
 }
 
 

@@ -69,20 +69,19 @@ class VllmAdapter(AdapterHost):
         self.check_sizes(pairs)
 
     def check_sizes(self, pairs: Mapping[str, Any]) -> None:
-        """vLLM would copy what is too small into a corner of its own."""
+        """vLLM would put what is too small into a corner of its own."""
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
         for layer, module in self.layers.modules.items():
+            names = self.layers.packed_modules.get(layer, [layer])
             if not isinstance(module, BaseLinearLayerWithLoRA):
                 continue
-            names = self.layers.packed_modules.get(layer, [layer])
-            for name, a, b in zip(names, module.lora_a_stacked, module.lora_b_stacked, strict=False):
+            for name, (own_in, own_out) in zip(names, _sizes(module.base_layer, len(names)), strict=True):
                 if (pair := pairs.get(name)) is None:
                     continue
-                sizes = (pair.lora_a.shape[1], a.shape[-1]), (pair.lora_b.shape[0], b.shape[-2])
-                if any(given % own or given > own * self.world_size for given, own in sizes):
-                    given, own = zip(*sizes, strict=True)
-                    text = f"the adapter of {name} takes and gives {given} features, the engine's layer {own}"
+                takes, gives = pair.lora_a.shape[1], pair.lora_b.shape[0]
+                if (takes, gives) != (own_in, own_out):
+                    text = f"the adapter of {name} takes {takes} features and gives {gives}, the engine's layer {own_in} and {own_out}"
                     raise PlanError(text, tensor=name, next_step="push it to an engine of the model that it is trained on")
 
     def install(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:
@@ -93,4 +92,14 @@ class VllmAdapter(AdapterHost):
             self.worker.add_lora(LoRARequest("instep", self.number, "pushed by instep", load_inplace=True))
         except BaseException:
             self.served = before
+            self.worker.remove_lora(self.number)  # what may be in place in part; the one before is loaded again for the next request
             raise
+
+
+def _sizes(layer: Any, parts: int) -> list[tuple[int, int]]:
+    """What a linear layer takes and gives in all workers together, for each of the checkpoint's layers that it is made of."""
+    if parts == 1:
+        return [(layer.input_size, layer.output_size)]
+    shared = getattr(layer, "num_kv_head_replicas", 1)  # several workers have the same heads of k and v
+    first, *others = layer.output_sizes
+    return [(layer.input_size, size) for size in (first, *(size // shared for size in others))]
