@@ -86,6 +86,11 @@ def test_numbers_begin_at_one() -> None:
         Adapter(policy(), number=0)
 
 
+def test_a_canary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="canary"):
+        WeightSync(Adapter(policy()), [MemoryEngine(base())], canary=PROMPT)
+
+
 def test_an_adapter_that_was_changed_under_the_push_is_refused() -> None:
     """Its configuration went to the engines with the first push."""
     model, engine = policy(), MemoryEngine(base())
