@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from instep.protocol import TensorMeta
-from instep.receiver import NeverRebuilds
+from instep.receiver import NeverRebuilds, NoAdapters
 from instep.receiver.trace import shape_only
 
 Checkpoint = dict[str, torch.Tensor]
@@ -54,7 +54,7 @@ def differing(expected: nn.Module, found: nn.Module) -> list[str]:
     return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(have[name]))]
 
 
-class ToyHost(NeverRebuilds):
+class ToyHost(NeverRebuilds, NoAdapters):
     """A worker of one rank. `fill(model, name, tensor)` loads one checkpoint tensor, `finish(model)` ends a reload session."""
 
     rank, world_size, device = 0, 1, "cpu"

@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from instep.engine.memory import MemoryEngine as MemoryEngine
     from instep.engine.transformers import TransformersEngine as TransformersEngine
     from instep.receipt import Receipt as Receipt
+    from instep.source.adapter import Adapter as Adapter
     from instep.sync import WeightSync as WeightSync
 
 _HOMES = {
+    "Adapter": "instep.source.adapter",
     "MemoryEngine": "instep.engine.memory",
     "Receipt": "instep.receipt",
     "TransformersEngine": "instep.engine.transformers",
     "WeightSync": "instep.sync",
 }
 
-__all__ = ["MemoryEngine", "Receipt", "TransformersEngine", "WeightSync"]
+__all__ = ["Adapter", "MemoryEngine", "Receipt", "TransformersEngine", "WeightSync"]
 
 
 def __getattr__(name: str) -> Any:

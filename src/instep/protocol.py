@@ -130,6 +130,8 @@ class Request(msgspec.Struct, frozen=True):
     session: str
     """The `WeightSync` that asks. Two trainers that prepare the same engine are told apart by it."""
     body: msgspec.Raw = msgspec.Raw(b"\xc0")
+    adapter: int = 0
+    """The LoRA adapter that the call is about, by the number that requests give; 0 for the model."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -178,6 +180,15 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
     tensors: list[TensorMeta]
     signature: str
+    config: str = ""
+    """Of an adapter: what peft writes into `adapter_config.json`."""
+
+
+class AdapterConfig(msgspec.Struct, frozen=True):
+    """A LoRA adapter. number: that requests give (vLLM's `lora_int_id`). config: see `TraceRequest`."""
+
+    number: int
+    config: str
 
 
 class PrepareRequest(msgspec.Struct, frozen=True):

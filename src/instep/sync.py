@@ -18,6 +18,7 @@ from instep.errors import ConfigError, EngineState, InstepError, VersionConflict
 from instep.ranks.follow import Follower
 from instep.ranks.roles import Lead, role
 from instep.receipt import Receipt
+from instep.source.adapter import adapter_of
 from instep.steps import Push, Session
 from instep.telemetry import Event, Sink, log
 
@@ -35,7 +36,7 @@ class WeightSync:
     Invariant: an engine serves one whole version, and its label is changed only after its bytes were proved to be the trainer's. A push
     copies the weights once, before it moves anything: from then on the trainer may change them.
 
-    source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, or a `Source`.
+    source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, an `Adapter`, or a `Source`.
     engines: a list of `vllm.LLM`, `AsyncLLM`, servers' URLs, handles of Ray actors, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
     Where the source lies in several processes (FSDP, ZeRO, DTensor), every rank makes a `WeightSync` and makes the same calls. Rank 0 has
     the engines; the others' are not looked at, and every rank returns the same receipt or raises the same error.
@@ -61,7 +62,7 @@ class WeightSync:
         check_engines(engines)
         self._role = role(source, config, engines=bool(engines))
         if isinstance(self._role, Lead):
-            fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout)
+            fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout, adapter_of(self._role.source))
             self._session = Session(config, self._role.source, fleet, self._role.transport, (log, *sinks))
         self._busy = threading.Lock()  # a push is running
         self._asking = threading.Lock()  # somebody talks to the engines

@@ -49,12 +49,12 @@ def stop(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def greedy(llm: Any, prompts: list[list[int]], max_tokens: int = 12) -> Generated:
-    """Greedy tokens and their log-probabilities."""
+def greedy(llm: Any, prompts: list[list[int]], max_tokens: int = 12, lora: Any = None) -> Generated:
+    """Greedy tokens and their log-probabilities. lora: a `LoRARequest`."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False, lora_request=lora)
     return [completion(output) for output in outputs]
 
 

@@ -75,6 +75,7 @@ class FaultyReceiver(Receiver):
 class FaultyExtension(WorkerExtension):
     """`inject("step", k)` and `inject("finish", 0)`: the commit fails. `inject("hang:METHOD", seconds)`: an answer comes late.
     `inject("die:METHOD", rank)`: the process ends. `inject("refuse:METHOD", 0)`: the answer is a fault.
+    `inject("adapter", number)`: vLLM fails to load that LoRA adapter, which was pushed before.
     With `rank` only that worker is told."""
 
     def instep_call(self, method: str, payload: bytes) -> bytes:
@@ -96,6 +97,8 @@ class FaultyExtension(WorkerExtension):
             receiver.host.steps = int(value)
         elif kind == "finish":
             receiver.host.finish = True
+        elif kind == "adapter":
+            fail_to_load(receiver.of_adapter(int(value)).host)
         elif kind == "refuse":
             receiver.refused = method
         elif kind == "hang":
@@ -103,6 +106,16 @@ class FaultyExtension(WorkerExtension):
         elif kind == "die" and receiver.host.rank == int(value):
             receiver.point, receiver.seconds = method, -1.0
         return "ready"
+
+
+def fail_to_load(adapter: Any) -> None:
+    read = adapter.read_folder
+
+    def fail(_: Any) -> None:
+        adapter.read_folder = read
+        raise RuntimeError("told to fail while vLLM loads it")
+
+    adapter.read_folder = fail
 
 
 class PlainExtension(FaultyExtension):

@@ -10,13 +10,14 @@ import torch
 PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 47)), [9, 8, 7, 6, 5, 4, 3, 2, 1]]
 
 
-def tiny(family: str, seed: int) -> Any:
-    """A random causal language model: "qwen3" (tied head), "llama" (untied) or "qwen3_moe"."""
+def tiny(family: str, seed: int, **changes: int) -> Any:
+    """A random causal language model: "qwen3" (tied head), "llama" (untied) or "qwen3_moe". changes: to its sizes."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     shared = {
         "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "initializer_range": 0.2,
+        **changes,
     }  # fmt: skip
     configs = {
         "qwen3": lambda: Qwen3Config(**shared, tie_word_embeddings=True),

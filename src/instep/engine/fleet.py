@@ -15,6 +15,7 @@ from instep.engine import CachePolicy, Engine
 from instep.errors import DigestMismatch, EngineLost, EngineState, EngineTimeout, InstepError, Serving, SyncError, VersionConflict, by_name
 from instep.plan.routes import Plan, check_sums, prove
 from instep.protocol import (
+    AdapterConfig,
     Arrival,
     CommitRequest,
     Identity,
@@ -45,6 +46,8 @@ class Member:
     engine: Engine
     session: str
     timeout: float
+    adapter: AdapterConfig | None = None
+    """What is pushed, where it is a LoRA adapter and not the model."""
     seq: int = 0
     version: str | None = None
     serving: Serving = "old"
@@ -99,7 +102,7 @@ class Member:
         Raises `EngineTimeout`, `EngineLost`, or the first worker's fault as the error that it names.
         """
         self.seq += 1
-        payload = encode(Request(self.seq, self.session, raw(body)))
+        payload = encode(Request(self.seq, self.session, raw(body), self.adapter.number if self.adapter else 0))
         phase = "prepare" if method == "ready" else method  # `ready` asks how far `prepare` is
         answers = await self.bounded(phase, self.engine.call(method, payload))
         try:
@@ -166,7 +169,8 @@ class Member:
 
     async def trace(self, tensors: list[TensorMeta], signature: str, *, cast: bool) -> None:
         if self.plan is None or self.plan.signature != signature:
-            workers = await self.call("trace", WorkerPlan, TraceRequest(tensors, signature))
+            config = self.adapter.config if self.adapter else ""
+            workers = await self.call("trace", WorkerPlan, TraceRequest(tensors, signature, config))
             self.plan = prove(self.name, tensors, workers, cast=cast)
 
     async def prepare(self, manifest: Manifest, digests: Callable[[], dict[str, int]]) -> None:
@@ -251,9 +255,9 @@ class Member:
 class Fleet:
     """Asks all members at once; the slowest takes no longer than its timeout."""
 
-    def __init__(self, engines: Sequence[Engine], session: str, timeout: float) -> None:
-        self.session, self.timeout = session, timeout
-        self.members = [Member(engine, session, timeout) for engine in engines]
+    def __init__(self, engines: Sequence[Engine], session: str, timeout: float, adapter: AdapterConfig | None = None) -> None:
+        self.session, self.timeout, self.adapter = session, timeout, adapter
+        self.members = [Member(engine, session, timeout, adapter) for engine in engines]
         self._tell_apart()
 
     def _tell_apart(self) -> None:
@@ -268,7 +272,9 @@ class Fleet:
         lost = [member for member in self.members if isinstance(member.failure, EngineLost)]
         if lost:
             engine.name = lost[0].name
-        self.members = [member for member in self.members if member not in lost] + [Member(engine, self.session, self.timeout)]
+        self.members = [member for member in self.members if member not in lost] + [
+            Member(engine, self.session, self.timeout, self.adapter)
+        ]
         self._tell_apart()
 
     async def each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]]) -> dict[str, T]:

@@ -27,9 +27,10 @@ from torch import nn
 
 from instep.digest import MASK, as_bytes, mix, partial
 from instep.engine import CachePolicy
-from instep.errors import ConfigError, EngineDirty, EngineLost
+from instep.errors import ConfigError, EngineDirty, EngineLost, PlanError
 from instep.protocol import Manifest, Method
-from instep.receiver import NeverRebuilds
+from instep.receiver import MERGED, Host, NeverRebuilds
+from instep.receiver.adapter import AdapterHost, register
 from instep.receiver.state import Receiver
 from instep.receiver.trace import shape_only
 from instep.transport import Me, open_location
@@ -94,8 +95,10 @@ class MemoryEngine:
         """A new process of the same engine, with the weights that it starts from."""
         return MemoryEngine(checkpoint, tp=len(self.hosts), name=self.name)
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    def generate(self, prompt: Sequence[int], max_tokens: int, *, adapter: int = 0) -> list[int]:
         """Tokens below 1000 that follow from every weight and the prompt. A prompt seen before is answered from the prefix cache.
+
+        adapter: the LoRA adapter to use, by its number.
 
         Waits while it is paused, as an engine holds its requests back. Raises `EngineDirty` while a push has left it with parts of two
         versions, `RuntimeError` where nobody has it go on within 60 s.
@@ -105,7 +108,7 @@ class MemoryEngine:
                 raise RuntimeError(f"{self.name} was left paused for {HELD:g} s")
             if self.refusal:
                 raise EngineDirty(f"{self.name} refuses to generate: {self.refusal}")
-            weights = self.prefix_cache.setdefault(tuple(prompt), self.fingerprint())
+            weights = self.prefix_cache.setdefault((-adapter, *prompt) if adapter else tuple(prompt), self.fingerprint(adapter))
         state = mix(np.array([weights], np.uint64) + np.uint64(hash(tuple(prompt)) & MASK))
         tokens = []
         for _ in range(max_tokens):
@@ -113,9 +116,9 @@ class MemoryEngine:
             tokens.append(int(state[0] % np.uint64(1000)))
         return tokens
 
-    def fingerprint(self) -> int:
-        """A number that depends on every bit of every weight and derived tensor of every worker."""
-        return sum(host.fingerprint() for host in self.hosts) & MASK
+    def fingerprint(self, adapter: int = 0) -> int:
+        """A number that depends on every bit of every weight and derived tensor of every worker, and of an adapter's."""
+        return sum(host.fingerprint(adapter) for host in self.hosts) & MASK
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         await self._point(method)
@@ -184,6 +187,7 @@ class MemoryHost(NeverRebuilds):
     def __init__(self, checkpoint: Mapping[str, torch.Tensor], rank: int, tp: int) -> None:
         self.rank, self.world_size, self.device = rank, tp, "cpu"
         self.model = nn.Module()
+        self.adapters: dict[int, Mapping[str, torch.Tensor]] = {}
         self.fail_at: int | None = None
         self.places: dict[str, Place] = {}
         rows: dict[str, int] = defaultdict(int)
@@ -198,9 +202,9 @@ class MemoryHost(NeverRebuilds):
             else:
                 count = -(-rows[param] // PAD) * PAD if param.endswith(VOCABULARY) else rows[param]
                 shape = (count, *shard.shape[1:]) if shard.ndim else ()
-            _register(self.model, param, nn.Parameter(torch.zeros(shape, dtype=shard.dtype), requires_grad=False))
+            register(self.model, param, nn.Parameter(torch.zeros(shape, dtype=shard.dtype), requires_grad=False))
         if "lm_head.weight" not in checkpoint and "model.embed_tokens.weight" in checkpoint:
-            _register(self.model, "lm_head.weight", self.model.get_parameter("model.embed_tokens.weight"))
+            register(self.model, "lm_head.weight", self.model.get_parameter("model.embed_tokens.weight"))
 
     def _index(self, name: str, shard: torch.Tensor, rows: dict[str, int]) -> tuple[int | slice, ...]:
         if expert := EXPERT.fullmatch(name):
@@ -258,10 +262,30 @@ class MemoryHost(NeverRebuilds):
         )
         return (len(tensor) - filled) * tensor.shape[1], "padded vocabulary rows have no weights"
 
-    def fingerprint(self) -> int:
+    def adapter(self, number: int) -> Host:
+        return MemoryAdapter(self, number)
+
+    def fingerprint(self, adapter: int = 0) -> int:
         derived = [module.scale for name, module in self.model.named_modules() if name.endswith("qkv_proj")]
-        tensors = [*self.model.parameters(), *derived]
+        tensors = [*self.model.parameters(), *derived, *(self.adapters[adapter].values() if adapter else ())]
         return sum(partial(as_bytes(tensor), seed=index) for index, tensor in enumerate(tensors)) & MASK
+
+
+class MemoryAdapter(AdapterHost):
+    """A LoRA adapter for the layers that the model has."""
+
+    def __init__(self, host: MemoryHost, number: int) -> None:
+        super().__init__(host.rank, host.world_size, host.device)
+        self.host, self.number = host, number
+
+    def check(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:  # noqa: ARG002
+        for name in tensors:
+            layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+            if f"{layer}.weight" not in self.host.places:
+                raise PlanError(f"the engine has no layer for {name}", tensor=name, next_step=MERGED)
+
+    def install(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:  # noqa: ARG002
+        self.host.adapters[self.number] = tensors
 
 
 def _param(name: str) -> str:
@@ -283,13 +307,3 @@ def _axis(name: str) -> int | None:
     if name.endswith(ROW_PARALLEL):
         return 1
     return 0 if _layer(name) in FUSED or name.endswith(VOCABULARY) else None
-
-
-def _register(model: nn.Module, name: str, param: nn.Parameter) -> None:
-    *path, leaf = name.split(".")
-    module = model
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.register_parameter(leaf, param)

@@ -19,7 +19,7 @@ from torch import nn
 from instep.engine import CachePolicy
 from instep.errors import EngineDirty
 from instep.protocol import Method
-from instep.receiver import NeverRebuilds
+from instep.receiver import NeverRebuilds, NoAdapters
 from instep.receiver.apply import view
 from instep.receiver.state import Receiver
 from instep.receiver.trace import shape_only
@@ -109,7 +109,7 @@ class TransformersEngine:
         self.refusal = reason
 
 
-class ModelHost(NeverRebuilds):
+class ModelHost(NeverRebuilds, NoAdapters):
     """The model as a receiver's worker: its loader takes the names that `save_pretrained` writes."""
 
     rank, world_size = 0, 1

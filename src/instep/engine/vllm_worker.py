@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from instep.protocol import Identity, Reply, Request, decode, encode
-from instep.receiver import Fill
+from instep.receiver import Fill, Host
 from instep.receiver.state import Receiver
 
 
@@ -151,6 +151,11 @@ class VllmHost:
 
     def refresh(self) -> None:
         refresh_tied(self.model)
+
+    def adapter(self, number: int) -> Host:
+        from instep.engine.vllm_adapter import VllmAdapter
+
+        return VllmAdapter(self.worker, number)
 
     @contextmanager
     def _context(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from instep.ranks.lead import RankedSource
 from instep.ranks.transports import RankedTransport
 from instep.receipt import Receipt
 from instep.source import Source, open_source
+from instep.source.adapter import adapter_of
 from instep.transport import host
 from instep.transport.auto import AutoTransport
 
@@ -69,6 +70,8 @@ def role(source: Any, config: Config, *, engines: bool) -> Lead | Follower:
         return Follower(channel, _module(source) if sharded else None)
     if not engines:
         raise ConfigError("a WeightSync needs at least one engine" + (" on rank 0 of the trainer" if size > 1 else ""))
+    if config.canary and adapter_of(source) is not None:
+        raise ConfigError("an engine scores with its base weights: an adapter has no canary", next_step="leave `canary` out")
     if not sharded:
         return Lead(open_source(source), AutoTransport(config.transport, config.timeout), channel)
     if config.canary:

@@ -3,6 +3,7 @@
     trace.py    runs the engine's own loader over shapes and writes down where each checkpoint tensor goes
     apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
     held.py     what is in live storage, to compare with a checkpoint
+    adapter.py  a LoRA adapter as a host of its own
     state.py    the eight calls (hello, trace, prepare, ready, commit, abort, status, digest) and the state between them
 
 An engine joins by giving its worker a `Host`.
@@ -15,6 +16,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+
+from instep.errors import PlanError
 
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 """Writes a layer's parameters, given by their names within the layer."""
@@ -56,6 +59,9 @@ class Host(Protocol):
     def refresh(self) -> None:
         """To be called after the last `rebuild`: layers tied to a rebuilt one follow."""
 
+    def adapter(self, number: int) -> Host:
+        """The LoRA adapter that requests ask for by this number. Raises `PlanError` where the engine serves none."""
+
 
 class NeverRebuilds:
     """The part of a `Host` that can only derive state in a reload session."""
@@ -71,3 +77,13 @@ class NeverRebuilds:
 
     def refresh(self) -> None:
         raise NotImplementedError
+
+
+MERGED = "push the model with its adapter merged: WeightSync(source=model)"
+
+
+class NoAdapters:
+    """The part of a `Host` that serves no LoRA adapters."""
+
+    def adapter(self, number: int) -> Host:  # noqa: ARG002
+        raise PlanError("this engine serves no LoRA adapters", next_step=MERGED)

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import structs
 
 from instep.digest import total
 from instep.errors import ApplyError, ConfigError, DigestMismatch, InstepError, PlanError, TransportError, VersionConflict
@@ -45,6 +46,7 @@ from instep.protocol import (
     raw,
 )
 from instep.receiver import Host
+from instep.receiver.adapter import AdapterHost
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import arrive
 from instep.receiver.held import held
@@ -79,6 +81,7 @@ class Receiver:
         self.signature: str | None = None
         self.expected: dict[str, Any] = {}  # shape and alias of each tensor of the plan
         self.prepared: _Prepared | None = None
+        self.adapters: dict[int, Receiver] = {}
         self.checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-arrival")
 
     def handle(self, method: str, payload: bytes) -> bytes:
@@ -87,6 +90,8 @@ class Receiver:
         try:
             request = decode(payload, Request)
             seq = request.seq
+            if request.adapter:
+                return self.of_adapter(request.adapter).handle(method, encode(structs.replace(request, adapter=0)))
             calls = {
                 "hello": self.status,
                 "status": self.status,
@@ -108,9 +113,16 @@ class Receiver:
             self.last_error = f"{method}: {text}"
         return encode(Reply(seq, self.host.rank, self.state, self.version, fault, raw(body)))
 
+    def of_adapter(self, number: int) -> Receiver:
+        """An adapter has versions of its own. Raises `PlanError` where the engine serves none."""
+        if number not in self.adapters:
+            self.adapters[number] = Receiver(self.host.adapter(number), self.open_reader)
+        return self.adapters[number]
+
     def dirty(self) -> str | None:
         """Why the model must not run, or None."""
-        return (self.last_error or "its last commit did not end") if self.state == "dirty" else None
+        dirty = next((receiver for receiver in (self, *self.adapters.values()) if receiver.state == "dirty"), None)
+        return (dirty.last_error or "its last commit did not end") if dirty else None
 
     def status(self, _: Request) -> Identity:
         prepared = self.prepared
@@ -133,6 +145,8 @@ class Receiver:
         self._respect_lease(request)
         if wanted.signature != signature(wanted.tensors):
             raise PlanError("the list of tensors is not the one that was signed")
+        if isinstance(self.host, AdapterHost):
+            self.host.expect(wanted.tensors, wanted.config)
         plan = trace(self.host, wanted.tensors)
         self._drop()
         self.applier, self.signature = Applier(self.host, plan), wanted.signature

@@ -26,6 +26,14 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def peft_model(module: nn.Module | None) -> Any | None:
+    """The `PeftModel` inside any number of wrappers around the whole of it; None where there is none."""
+    peft = sys.modules.get("peft")
+    while peft is not None and module is not None and not isinstance(module, peft.PeftModel):
+        module = _inner(module)
+    return module if peft is not None else None
+
+
 def bare(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """A copy of the structure that shares every tensor, without wrappers, with base layers in the place of adapter layers.
 

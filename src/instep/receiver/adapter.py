@@ -1,0 +1,72 @@
+"""A LoRA adapter as a host of its own: tensors under the names that peft saves, in a room beside the model.
+
+A commit fills the room, and at its end the engine takes all of it at once in the place of the adapter that it had. So every layer goes
+through the reload session on each push; an adapter has a few megabytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from instep.protocol import TensorMeta
+from instep.receiver import NeverRebuilds, NoAdapters
+from instep.receiver.trace import shape_only
+
+
+class AdapterHost(NeverRebuilds, NoAdapters, ABC):
+    """rank, world_size, device: of the worker. Each has the whole adapter."""
+
+    def __init__(self, rank: int, world_size: int, device: str) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.model = nn.Module()
+        self.config = ""
+
+    @abstractmethod
+    def check(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:
+        """Raises `PlanError` unless the engine can serve an adapter of such tensors. Their values are zeros."""
+
+    @abstractmethod
+    def install(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:
+        """From here on the engine serves this adapter. The tensors are in host memory, and the engine's to keep."""
+
+    def expect(self, tensors: Sequence[TensorMeta], config: str) -> None:
+        """Makes room for these tensors. What is served stays. config: as peft saves it."""
+        zeros = {meta.name: torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in tensors}
+        self.check(zeros, config)
+        self.model, self.config = nn.Module(), config
+        for name, tensor in zeros.items():
+            register(self.model, name, nn.Parameter(tensor.to(self.device), requires_grad=False))
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.model.get_parameter(name).detach().copy_(tensor)
+
+    def checkpoint_layout(self) -> AbstractContextManager[None]:
+        return shape_only(self.model)
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        yield
+        tensors = {name: param.detach().clone().cpu() for name, param in self.model.named_parameters()}
+        self.install(tensors, self.config)
+        for module in self.model.modules():
+            vars(module)["installed"] = tensors  # derived from each layer: none of them may be written without an end like this one
+
+    def spare(self, parameter: str) -> tuple[int, str | None]:  # noqa: ARG002
+        return 0, None
+
+
+def register(model: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Adds a parameter with dots in its name, and the modules on the way to it."""
+    *path, leaf = name.split(".")
+    module = model
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, param)
