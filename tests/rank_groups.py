@@ -1,14 +1,14 @@
-"""Groups of processes that are a trainer's ranks. A group is started once, and plays what all selected tests ask of it."""
+"""Groups of processes that are a trainer's ranks. A group of each size is started once, and plays what all selected tests ask of it."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,40 +29,37 @@ def possible(case: str) -> bool:
 
 
 class Ranks:
-    """The processes of one group, and what they wrote down."""
+    """What the processes of each group wrote down. They play when this is made, group after group.
 
-    def __init__(self, folder: Path, size: int, cases: list[str], seconds: float) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        cases = sorted(dict.fromkeys(cases), key=lambda case: "dies" in case)  # that one is the last thing that a group plays
+    groups: the cases by the size of the group. seconds: for all of them.
+    """
+
+    def __init__(self, folder: Path, groups: dict[int, list[str]], seconds: float) -> None:
+        self.folder = folder
+        # One that kills a rank is the last thing that a group plays.
+        ordered = {size: sorted(dict.fromkeys(cases), key=lambda case: "dies" in case) for size, cases in groups.items()}
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"}
-        self.out, self.size = folder / "results", size
-        self.logs = [folder / f"log.{rank}" for rank in range(size)]
-        program = [sys.executable, str(TESTS / "rank_program.py"), str(self.out)]
-        started = []
-        for rank in range(size):
-            with self.logs[rank].open("w") as log:
-                command = [*program, str(rank), str(size), str(port), *cases]
-                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        end = time.monotonic() + seconds
+        command = [sys.executable, str(TESTS / "rank_program.py"), str(folder), json.dumps(ordered)]
+        with (folder / "log").open("w") as log:
+            program = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            for process in started:
-                process.wait(max(0.1, end - time.monotonic()))
+            program.wait(seconds)
         except subprocess.TimeoutExpired:
             pass  # the cases that were not played say so
         finally:
-            for process in started:
-                process.kill()
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)  # its ranks too
+            program.wait()
 
-    def saw(self, case: str) -> Seen:
+    def saw(self, size: int, case: str) -> Seen:
         found: Seen = []
-        for rank in range(self.size):
-            file = Path(f"{self.out}.{rank}")
+        for rank in range(size):
+            file, log = self.folder / f"results.{size}.{rank}", self.folder / f"log.{size}.{rank}"
             results = json.loads(file.read_text()) if file.exists() else {}
-            dead = "dies" in case and rank == self.size - 1
-            assert case in results or dead, f"rank {rank} did not finish {case}:\n{self.logs[rank].read_text()[-3000:]}"
-            assert "traceback" not in results.get(case, {}), f"rank {rank}: {results[case]['traceback']}"
+            dead = "dies" in case and rank == size - 1
+            said = (log if log.exists() else self.folder / "log").read_text()[-3000:]
+            assert case in results or dead, f"rank {rank} of {size} did not finish {case}:\n{said}"
+            assert "traceback" not in results.get(case, {}), f"rank {rank} of {size}: {results[case]['traceback']}"
             found.append(results.get(case))
         return found

@@ -1,40 +1,77 @@
-"""Run as a program, once for each rank of a trainer: plays the cases of `rank_cases.py` that it is told of, and writes down what it saw.
+"""Run as a program: groups of processes that are the ranks of a trainer, one group after the other. Each plays the cases of `rank_cases.py`
+that it is told of, and writes down what it saw.
 
-python rank_program.py OUT RANK SIZE PORT CASE...
+python rank_program.py FOLDER GROUPS
+
+GROUPS: as JSON, the cases by the size of the group. What all ranks need is imported once, before they are forked: it takes many seconds.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
 
-def main(out: str, rank: int, size: int, port: int, names: list[str]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def main(folder: Path, groups: dict[str, list[str]]) -> None:
+    import rank_models  # noqa: F401  and with it torch, transformers and peft
     import torch
 
-    torch.set_num_threads(1)
-    if any("zero" in name for name in names):
+    if importlib.util.find_spec("deepspeed"):  # transformers imports it too, when a model is saved
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+    torch.set_num_threads(1)
+    for size, names in groups.items():
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        started = [fork(folder, rank, int(size), port, names) for rank in range(int(size))]
+        for process in started:
+            os.waitpid(process, 0)
+
+
+def fork(folder: Path, rank: int, size: int, port: int, names: list[str]) -> int:
+    if process := os.fork():
+        return process
+    try:
+        log = os.open(folder / f"log.{size}.{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        play(folder / f"results.{size}.{rank}", names)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)  # groups that ended in an error may keep threads waiting
+
+
+def play(results: Path, names: list[str]) -> None:
+    if any("zero" in name for name in names):
+        import deepspeed
+
         deepspeed.init_distributed("gloo")
     else:
-        torch.distributed.init_process_group("gloo")
-    from rank_cases import play
+        import torch
 
-    results = {}
+        torch.distributed.init_process_group("gloo")
+    import rank_cases
+
+    seen = {}
     for name in names:
+        started = time.monotonic()
         try:
-            results[name] = play(name)
+            seen[name] = rank_cases.play(name)
         except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        Path(f"{out}.{rank}").write_text(json.dumps(results))  # after each: a case may end the process
-    os._exit(0)  # groups that ended in an error may keep threads waiting
+            seen[name] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        print(f"{time.monotonic() - started:6.2f} s {name}", flush=True)
+        results.write_text(json.dumps(seen))  # after each: a case may end the process
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -11,7 +11,8 @@ from peft import LoraConfig
 from rank_failures import attempt
 from rank_models import MODELS, WRAPS, make, plain
 from rank_ways import opened
-from source_models import llama, lora, saved
+from source_models import TEXT, llama, lora, saved
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from instep.engine.memory import MemoryEngine
 
@@ -20,7 +21,7 @@ RANK = int(os.environ["RANK"])
 
 def thousand(dtype: str) -> dict[str, Any]:
     """Pushes of a LoRA model that is not trained in between."""
-    MODELS["small"] = lambda: lora(llama(), target_modules=["q_proj"])
+    MODELS["small"] = lambda: lora(LlamaForCausalLM(LlamaConfig(**{**TEXT, "num_hidden_layers": 1})), target_modules=["q_proj"])
     model = plain("small", dtype=getattr(torch, dtype))
     trainer = WRAPS["fsdp2"](model, plain("small", dtype=getattr(torch, dtype)))
     engine = MemoryEngine(saved(plain("small", 1, getattr(torch, dtype)))) if RANK == 0 else None

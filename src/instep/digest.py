@@ -146,9 +146,12 @@ def from_flags(flags: Mapping[str, Flags], tensors: Sequence[TensorMeta], offset
 
 
 def _by_strips(job: Callable[[Bytes], Result], data: Bytes) -> list[Result]:
-    """Runs a job on pieces of CHUNK bytes, on all cores that this process may use."""
+    """Runs a job on pieces of CHUNK bytes, on all cores that this process may use. One piece is not worth a thread."""
+    pieces = [data[at : at + CHUNK] for at in range(0, data.size, CHUNK)]
+    if len(pieces) < 2:
+        return [job(piece) for piece in pieces]
     with ThreadPoolExecutor(max_workers=cores()) as pool:
-        return list(pool.map(job, [data[at : at + CHUNK] for at in range(0, data.size, CHUNK)]))
+        return list(pool.map(job, pieces))
 
 
 def block_sums(data: Bytes) -> Words:

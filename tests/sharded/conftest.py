@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from rank_groups import Ranks, Seen, possible
 
@@ -19,21 +17,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Ranks]:
-    marks = [mark.args for item in request.session.items if (mark := item.get_closest_marker("ranks")) is not None]
-    started: dict[int, Ranks] = {}
-
-    def of(size: int) -> Ranks:
-        if size not in started:
-            cases = [case for ranks, case in marks if ranks == size and possible(case)]
-            started[size] = Ranks(tmp_path_factory.mktemp("ranks"), size, cases, SECONDS)
-        return started[size]
-
-    return of
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    groups: dict[int, list[str]] = {}
+    for item in request.session.items:
+        if (mark := item.get_closest_marker("ranks")) is not None and possible(mark.args[1]):
+            groups.setdefault(mark.args[0], []).append(mark.args[1])
+    return Ranks(tmp_path_factory.mktemp("ranks"), groups, SECONDS)
 
 
 @pytest.fixture
-def found(request: pytest.FixtureRequest, groups: Callable[[int], Ranks]) -> Seen:
+def found(request: pytest.FixtureRequest, played: Ranks) -> Seen:
     """What each rank reports of the case of this test."""
-    size, case = request.node.get_closest_marker("ranks").args
-    return groups(size).saw(case)
+    return played.saw(*request.node.get_closest_marker("ranks").args)
