@@ -15,8 +15,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole": {"transport": "gloo", "gather_whole_model": True},
 }
 BLOCK = 32 << 10
-BUCKETS = {"one": BLOCK, "seven": 7 * BLOCK}
-"""A tiny tensor takes one block: so many of them are in a bucket."""
+BUCKETS = {"one": 2 * BLOCK, "seven": 8 * BLOCK}
+"""A tiny tensor takes one block. So many of them are in a bucket, beside one block for what arrives."""
 
 
 def opened(module: Any, engine: Any, way: str, **settings: Any) -> WeightSync:

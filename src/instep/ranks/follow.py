@@ -112,12 +112,12 @@ class Follower:
         return sum_up(view, run, self.channel.rank, self.channel.size)
 
     def join(self, body: msgspec.Raw) -> None:
-        self.meeting.enter(decode(body, Join), next(self.module.memories()).device)
+        self.meeting.enter(decode(body, Join), self.module.device)
 
     def give(self, body: msgspec.Raw) -> None:
         wanted = decode(body, Stretch)
         try:
-            give(self.meeting, self.runs[wanted.parts], self.module.memory, wanted.low, wanted.high)
+            give(self.meeting, self.runs[wanted.parts], self.module.memory, wanted)
         except Exception as error:
             self.meeting.end(f"trainer rank {self.channel.rank}: {error}")  # rank 0 is waiting in the group
             raise

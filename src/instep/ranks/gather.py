@@ -1,7 +1,8 @@
 """A stretch of a run brought together in rank 0, over a private group of the trainer's ranks.
 
-Rank 0 asks for one stretch, has all of it, and asks for the next when there is room. So no rank is further than what was asked for, and
-none holds more than what it gives of one stretch; rank 0 holds one such part beside the stretch.
+Rank 0 asks for one stretch, has all of it, and asks for the next when there is room: no rank is further than what was asked for. What a
+rank gives of a stretch travels in slices, because it cannot arrive where it belongs: parts are rows, sent together. While rank 0 puts
+one slice in its place the other rank packs the next. So both hold one slice beside the stretch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import uuid
 import msgspec
 import torch
 
+from instep.plan.shards import Piece
+from instep.protocol import ITEM_BYTES, TensorMeta
 from instep.ranks.channel import Channel
-from instep.ranks.run import Memory, Run, packed, read
+from instep.ranks.run import Memory, Run, read
 from instep.transport.group import Group, find
 
 
@@ -22,11 +25,15 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class Stretch(msgspec.Struct, frozen=True):
-    """Bytes `low` to `high` of one of the runs of a trainer: of its checkpoint tensors, or of the live tensors that some are made of."""
+    """Bytes `low` to `high` of one of the runs of a trainer: of its checkpoint tensors, or of the live tensors that some are made of.
+
+    step: the most bytes that travel at once.
+    """
 
     parts: bool
     low: int
     high: int
+    step: int = 4 << 20
 
 
 class Meeting:
@@ -72,33 +79,35 @@ class Meeting:
         self.group, self.room = None, torch.empty(0, dtype=torch.uint8)
 
 
-def give(meeting: Meeting, run: Run, memory: Memory, low: int, high: int) -> None:
-    """A rank that follows: sends what it gives of bytes `low` to `high`."""
+def give(meeting: Meeting, run: Run, memory: Memory, stretch: Stretch) -> None:
+    """A rank that follows: sends what it gives of a stretch."""
     group, rank = meeting.group, meeting.channel.rank
     assert group is not None
-    size = run.nbytes(rank, low, high)
-    if not size:
-        return
-    room = meeting.buffer(size)
-    for _, part, here in packed(run, rank, room, low, high):
-        here.copy_(read(memory(part.live), part))
-    group.begin(meeting.channel.timeout)
-    group.wait(group.send(room, 0))
-    group.settle()
+    for low, high in run.slices(rank, stretch.low, stretch.high, stretch.step):
+        room = meeting.buffer(run.nbytes(rank, low, high))
+        for meta, part, at in run.packed(rank, low, high):
+            _in(room, meta, part, at).copy_(read(memory(part.live), part))
+        group.begin(meeting.channel.timeout)
+        group.wait(group.send(room, 0))
+        group.settle()
 
 
 def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch: Stretch) -> None:
     """Rank 0: fills `room` with a stretch of `run`, but for what no rank gives. Returns when it is complete."""
-    low, high = stretch.low, stretch.high
     group = meeting.ask_all(room.device)
     meeting.channel.tell("give", stretch)
-    run.put(0, memory, room, low, high)
+    run.put(0, memory, room, stretch.low, stretch.high)
     for rank in range(1, group.size):
-        if size := run.nbytes(rank, low, high):
-            arrived = meeting.buffer(size)
+        for low, high in run.slices(rank, stretch.low, stretch.high, stretch.step):
+            arrived = meeting.buffer(run.nbytes(rank, low, high))
             group.begin(meeting.channel.timeout)
             group.wait(group.recv(arrived, rank))
-            for meta, part, here in packed(run, rank, arrived, low, high):
-                run.spot(room, low, meta, part).copy_(here)
+            for meta, part, at in run.packed(rank, low, high):
+                run.spot(room, stretch.low, meta, part).copy_(_in(arrived, meta, part, at))
             group.settle()
     meeting.channel.collect()
+
+
+def _in(room: torch.Tensor, meta: TensorMeta, part: Piece, at: int) -> torch.Tensor:
+    """Where a part lies among others that are sent together."""
+    return room[at : at + part.numel * ITEM_BYTES[meta.dtype]].view(getattr(torch, meta.dtype)).view(part.rows, part.row)

@@ -66,18 +66,19 @@ class RankedSource:
 
     def _gathered(self, names: list[str]) -> dict[str, torch.Tensor]:
         run, found = self.runs[True], {}
-        for name in names:
-            meta, at = run.metas[name], run.offsets[name]
-            room = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.device)
-            take(self.meeting, run, self.module.memory, room, Stretch(True, at, at + meta.nbytes))
-            found[name] = room.view(getattr(torch, meta.dtype)).view(meta.shape)
+        for low, high, together in run.stretches(names):
+            room = torch.empty(high - low, dtype=torch.uint8, device=self.device)
+            take(self.meeting, run, self.module.memory, room, Stretch(True, low, high))
+            for meta in together:
+                at = run.offsets[meta.name] - low
+                found[meta.name] = room[at : at + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
         return found
 
-    def fill(self, run: Run, room: torch.Tensor, low: int, high: int) -> None:
-        """Brings bytes `low` to `high` of `run` into `room`. Complete when it returns."""
-        take(self.meeting, run, self.module.memory, room, Stretch(False, low, high))
-        self.fill_made(run, room, low, high)
-        run.clear_gaps(room, low, high)
+    def fill(self, run: Run, room: torch.Tensor, stretch: Stretch) -> None:
+        """Brings a stretch of `run` into `room`. Complete when it returns."""
+        take(self.meeting, run, self.module.memory, room, stretch)
+        self.fill_made(run, room, stretch.low, stretch.high)
+        run.clear_gaps(room, stretch.low, stretch.high)
 
     def fill_made(self, run: Run, room: torch.Tensor, low: int, high: int) -> None:
         """What no rank gives of bytes `low` to `high`, because it is made here."""
@@ -94,7 +95,7 @@ class RankedSource:
         self.channel.ask("send", run.tensors)
         for name, meta in run.metas.items():
             room = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.device)
-            self.fill(run, room, run.offsets[name], run.offsets[name] + meta.nbytes)
+            self.fill(run, room, Stretch(False, run.offsets[name], run.offsets[name] + meta.nbytes))
             yield name, room.view(getattr(torch, meta.dtype)).view(meta.shape)
 
     def stamp(self) -> Hashable:
@@ -105,4 +106,4 @@ class RankedSource:
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.memories()).device
+        return self.module.device

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -24,23 +26,66 @@ class Run:
     metas: dict[str, TensorMeta] = field(init=False)
     offsets: dict[str, int] = field(init=False)
     size: int = field(init=False)
+    _ends: dict[int, list[int]] = field(init=False)
+    """By rank, where the tensor of each piece ends: no end is before the one in front of it."""
 
     def __post_init__(self) -> None:
         offsets, size = layout(self.tensors)
         object.__setattr__(self, "metas", {meta.name: meta for meta in self.tensors if not meta.alias_of})
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "size", size)
+        ends = {name: offsets[name] + meta.nbytes for name, meta in self.metas.items()}
+        object.__setattr__(self, "_ends", {rank: [ends[piece.tensor] for piece in pieces] for rank, pieces in self.given.items()})
+
+    def stretches(self, names: Sequence[str]) -> Iterator[tuple[int, int, list[TensorMeta]]]:
+        """The bytes of these tensors, from where to where, with those that lie together in one."""
+        together: list[TensorMeta] = []
+        for name in sorted(names, key=self.offsets.__getitem__):
+            if together and self._end(together[-1]) < self.offsets[name]:
+                yield self.offsets[together[0].name], self._end(together[-1]), together
+                together = []
+            together.append(self.metas[name])
+        if together:
+            yield self.offsets[together[0].name], self._end(together[-1]), together
+
+    def _end(self, meta: TensorMeta) -> int:
+        return self.offsets[meta.name] + padded(meta.nbytes)
 
     def parts(self, rank: int, low: int, high: int) -> Iterator[tuple[TensorMeta, Piece]]:
         """What `rank` gives of bytes `low` to `high`, which cut no element in two."""
-        for piece in self.given[rank]:
+        for piece in islice(self.given[rank], bisect_right(self._ends[rank], low), None):
             meta, at = self.metas[piece.tensor], self.offsets[piece.tensor]
-            if at < high and at + meta.nbytes > low:
-                size = ITEM_BYTES[meta.dtype]
-                yield from ((meta, part) for part in within(piece, (max(low, at) - at) // size, (min(high, at + meta.nbytes) - at) // size))
+            if at >= high:
+                return
+            size = ITEM_BYTES[meta.dtype]
+            yield from ((meta, part) for part in within(piece, (max(low, at) - at) // size, (min(high, at + meta.nbytes) - at) // size))
+
+    def packed(self, rank: int, low: int, high: int) -> Iterator[tuple[TensorMeta, Piece, int]]:
+        """What `rank` gives of bytes `low` to `high`, and at which byte each part begins when they are sent together: one after the other,
+        each at a multiple of its item size. Blocks of two tensors never overlap, so that all take at most `high - low` bytes."""
+        at = 0
+        for meta, part in self.parts(rank, low, high):
+            size = ITEM_BYTES[meta.dtype]
+            at = -(-at // size) * size
+            yield meta, part, at
+            at += part.numel * size
 
     def nbytes(self, rank: int, low: int, high: int) -> int:
-        return sum(room_of(meta, part) for meta, part in self.parts(rank, low, high))
+        """Bytes that these parts take when they are sent together."""
+        return max((at + part.numel * ITEM_BYTES[meta.dtype] for meta, part, at in self.packed(rank, low, high)), default=0)
+
+    def slices(self, rank: int, low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
+        """Bytes `low` to `high`, halved until `rank` gives at most `step` bytes of each; those of which it gives nothing are left out.
+
+        step: ALIGN at least.
+        """
+        size = self.nbytes(rank, low, high)
+        if size > step:
+            middle = low + padded((high - low) // 2)
+            yield from self.slices(rank, low, middle, step)
+            yield from self.slices(rank, middle, high, step)
+        elif size:
+            yield low, high
 
     def spot(self, room: torch.Tensor, low: int, meta: TensorMeta, part: Piece) -> torch.Tensor:
         """Where a part belongs in `room`, which is the run from byte `low` on."""
@@ -64,17 +109,3 @@ class Run:
 
 def read(memory: torch.Tensor, part: Piece) -> torch.Tensor:
     return memory.as_strided((part.rows, part.row), (part.source_stride, 1), int(memory.storage_offset()) + part.source)
-
-
-def room_of(meta: TensorMeta, part: Piece) -> int:
-    """Bytes that a part takes when parts lie one after the other, each from a multiple of eight on."""
-    return -(-part.numel * ITEM_BYTES[meta.dtype] // 8) * 8
-
-
-def packed(run: Run, rank: int, room: torch.Tensor, low: int, high: int) -> Iterator[tuple[TensorMeta, Piece, torch.Tensor]]:
-    """What `rank` gives of bytes `low` to `high`, and where each part lies when they are sent together."""
-    at = 0
-    for meta, part in run.parts(rank, low, high):
-        here = room[at : at + part.numel * ITEM_BYTES[meta.dtype]].view(getattr(torch, meta.dtype))
-        yield meta, part, here.view(part.rows, part.row)
-        at += room_of(meta, part)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from instep.plan.buckets import buckets
+from instep.plan.buckets import ALIGN, buckets
 from instep.protocol import Identity, TensorMeta, decode
+from instep.ranks.gather import Stretch
 from instep.ranks.lead import RankedSource
 from instep.ranks.segment import Sums, Write, add_up, sum_up, write
 from instep.transport import Transport
@@ -47,7 +49,8 @@ class SharedShm(ShmTransport):
 
 
 class Gathering(BroadcastTransport):
-    """Each bucket is brought together in rank 0 before it is sent; while it travels, the next one is.
+    """Each bucket is brought together in rank 0 before it is sent; while it travels, the next one is. A bucket is smaller than a trainer in
+    one process has it, by as much as arrives at once from another rank: so all that rank 0 holds is two buckets of that size.
 
     whole: all are brought together first, which takes the memory of the model.
     """
@@ -55,6 +58,8 @@ class Gathering(BroadcastTransport):
     def __init__(self, backend: str, timeout: float, source: RankedSource, *, whole: bool) -> None:
         super().__init__(backend, timeout)
         self.source, self.whole = source, whole
+        self.step = max(ALIGN, self.way.bucket // 8)
+        self.way = replace(self.way, bucket=self.way.bucket - self.step)
 
     def _packed(self, tensors: list[TensorMeta], _: Values, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         run = self.source.run(tensors)
@@ -63,13 +68,13 @@ class Gathering(BroadcastTransport):
         if self.whole:
             everything = torch.empty(run.size, dtype=torch.uint8, device=self.device)
             for low, high in edges:
-                self.source.fill(run, everything[low:high], low, high)
+                self.source.fill(run, everything[low:high], Stretch(False, low, high, self.step))
         for index, (low, high) in enumerate(edges):
             bucket = room(index, high - low)
             if self.whole:
                 bucket.copy_(everything[low:high])
             else:
-                self.source.fill(run, bucket, low, high)
+                self.source.fill(run, bucket, Stretch(False, low, high, self.step))
             yield bucket
 
 

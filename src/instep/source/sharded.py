@@ -7,7 +7,7 @@ brought together, one group at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from itertools import groupby
 from typing import Any
 
@@ -68,12 +68,16 @@ class ShardedModule:
         assert self._taken is not None
         return self._taken.held[live].memory()
 
-    def memories(self) -> Iterator[torch.Tensor]:
-        return (held.memory() for held in self._current().held.values())
+    @property
+    def device(self) -> torch.device:
+        """Of this rank's tensors, when they were described last."""
+        assert self._taken is not None
+        return next(iter(self._taken.held.values())).memory().device
 
     def stamp(self) -> Hashable:
         """Does not see changes made through `tensor.data`, which PyTorch does not count."""
-        return id(self._current()), versions(self.memories())
+        taken = self._current()
+        return id(taken), versions(held.memory() for held in taken.held.values())
 
     def make(self, name: str, whole: Whole) -> dict[str, torch.Tensor]:
         """The group of made checkpoint tensors that `name` belongs to."""
