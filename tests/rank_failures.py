@@ -110,7 +110,7 @@ def versions_differ() -> dict[str, Any]:
 
 def rank_dies(way: str, bucket: str) -> dict[str, Any]:
     """The last rank is killed while it gives its part of a bucket, or while it writes to the segment."""
-    _, engine, sync = begun(way, timeout=4.0)
+    _, engine, sync = begun(way, timeout=60.0)
     sync.push("v0")
     if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
         calls = []

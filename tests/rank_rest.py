@@ -12,9 +12,15 @@ from rank_failures import attempt
 from rank_models import MODELS, WRAPS, make, plain
 from rank_ways import opened
 from source_models import TEXT, llama, lora, saved
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from instep import WeightSync
+from instep.bench.apart import Apart
+from instep.bench.sharded_rank import peak
 from instep.engine.memory import MemoryEngine
+from instep.transport import broadcast
 
 RANK = int(os.environ["RANK"])
 
@@ -48,6 +54,28 @@ def nothing_is_gathered(wrap: str) -> dict[str, Any]:
         given, group = role.runs[False].nbytes(RANK, 0, role.runs[False].size), role.meeting.group
     sync.close()
     return {"given": given, "grouped": group is not None, "nbytes": receipt.nbytes}
+
+
+def room_for_buckets(wrap: str) -> dict[str, Any]:
+    """What a broadcast in buckets of their true size takes of this rank's private memory, as the kernel counts it. The engine is another
+    process."""
+    shapes = {f"layers.{index}.weight": (2048, 8192) for index in range(5)}
+    engine = (
+        Apart({name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}, 1) if RANK == 0 else None
+    )
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(8192, 2048, bias=False, dtype=torch.bfloat16, device="meta") for _ in shapes)
+    dim = 1 if wrap == "columns" else 0
+    fully_shard(model, shard_placement_fn=lambda _: Shard(dim))
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        param._local_tensor.fill_(RANK + 1)
+    torch.distributed.barrier()
+    with WeightSync(model, [engine] if engine else [], transport="gloo", timeout=60.0) as sync, peak() as found:
+        receipt = sync.push("v0")
+    if engine:
+        engine.close()
+    return {"most": found[0], "bucket": broadcast.WAYS["gloo"].bucket, "nbytes": receipt.nbytes}
 
 
 def cast() -> dict[str, Any]:
@@ -152,6 +180,7 @@ def refusals() -> dict[str, Any]:
 REST: dict[str, Callable[..., dict[str, Any]]] = {
     "thousand": thousand,
     "nothing-is-gathered": nothing_is_gathered,
+    "room-for-buckets": room_for_buckets,
     "cast": cast,
     "adapter-changes": adapter_changes,
     "zero-inside-gather": zero_inside_gather,

@@ -17,6 +17,15 @@ def test_shared_memory_takes_every_byte_from_one_rank_and_gathers_nothing(case: 
         assert max(one["given"] for one in found) < 0.6 * found[0]["nbytes"]
 
 
+@pytest.mark.parametrize("case", [played(2, f"room-for-buckets/{dim}") for dim in ("rows", "columns")])
+def test_a_gathering_broadcast_takes_two_buckets_of_rank_0_and_less_than_one_of_others(case: str, found: Seen) -> None:
+    """A third bucket would be seen: what else a push takes is a few megabytes at most."""
+    leads, follows = found
+    assert leads["nbytes"] > 4 * leads["bucket"], "the model is larger than all that"
+    assert leads["bucket"] < leads["most"] <= 2.1 * leads["bucket"]
+    assert follows["most"] < 0.5 * leads["bucket"]
+
+
 @pytest.mark.ranks(2, "cast")
 def test_cases_70_and_71_a_trainer_in_float32_sends_what_the_engine_stores(found: Seen) -> None:
     for one in found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection, Set
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -17,8 +18,9 @@ import msgspec
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from instep.errors import InstepError, TransportError, VersionConflict, by_name
+from instep.errors import InstepError, SourceError, TransportError, VersionConflict, by_name
 from instep.protocol import Fault, decode, encode, raw
+from instep.ranks.presence import Watch
 from instep.transport.group import address_towards, find, serve
 
 PATIENCE = 10
@@ -49,6 +51,7 @@ class Channel:
         self.round, self.turn = 0, 0
         self.spread = False
         """Whether ranks are on several hosts, as far as rank 0 has heard."""
+        self.watch = Watch()
         self._place = f"instep/{next(_numbers)}"
         self._served = None
         self._store = None if asks else PrefixStore(self._place, default_store())
@@ -83,7 +86,8 @@ class Channel:
         self._set(f"round {self.round}", f"{call} {version}".encode())
 
     def ask(self, what: str, body: Any = None) -> list[bytes]:
-        """The answers of ranks 1, 2, ... Raises the first fault, or `TransportError` for a rank that does not answer in time."""
+        """The answers of ranks 1, 2, ... Raises the first fault, `SourceError` as soon as the process of a rank that is asked has ended, or
+        `TransportError` for a rank that does not answer in time."""
         self.tell(what, body)
         return self.collect()
 
@@ -98,10 +102,10 @@ class Channel:
         self.tell("end", outcome)
         if self.asks:
             with suppress(InstepError):
-                self.collect(min(self.timeout, GOODBYE))
+                self.collect(min(self.timeout, GOODBYE), self.watch.gone())
 
-    def collect(self, seconds: float | None = None) -> list[bytes]:
-        waiting = {rank: f"{self._key()}/{rank}" for rank in range(1, self.size)}
+    def collect(self, seconds: float | None = None, without: Set[int] = frozenset()) -> list[bytes]:
+        waiting = {rank: f"{self._key()}/{rank}" for rank in range(1, self.size) if rank not in without}
         self._keys[-1] += waiting.values()
         found: dict[int, bytes] = {}
         patience = Patience(self.timeout if seconds is None else seconds)
@@ -112,12 +116,21 @@ class Channel:
                     raise by_name(answer.fault.kind)(f"trainer rank {rank}: {answer.fault.message}", tensor=answer.fault.tensor)
                 found[rank] = bytes(answer.body)
                 del waiting[rank]
+            self.miss(waiting)
             if waiting and not patience.wait():
                 raise TransportError(
                     f"trainer rank {min(waiting)} of {self.size} did not answer {self.what!r} within {self.timeout:g} s",
                     next_step="every rank of the trainer must make the call that rank 0 makes; engines keep what they serve",
                 )
         return [found[rank] for rank in sorted(found)]
+
+    def miss(self, ranks: Collection[int], seconds: float = 0.0) -> None:
+        """Raises `SourceError` where the process of one of them has ended, or does within so many seconds, as far as can be seen here."""
+        if gone := self.watch.gone(seconds) & set(ranks):
+            raise SourceError(
+                f"trainer rank {min(gone)} of {self.size} is gone: its process has ended",
+                next_step="engines keep what they serve; start the trainer again, all of its ranks",
+            )
 
     # The other ranks
 
@@ -150,6 +163,7 @@ class Channel:
 
     def close(self) -> None:
         self._served = self._store = None
+        self.watch.close()
 
     def _key(self) -> str:
         return f"{self.round}/{self.turn}"

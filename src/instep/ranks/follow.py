@@ -13,12 +13,12 @@ from instep.plan.shards import Piece
 from instep.protocol import Fault, TensorMeta, decode
 from instep.ranks.channel import Channel, as_fault
 from instep.ranks.gather import Join, Meeting, Stretch, give
+from instep.ranks.presence import Presence, presence
 from instep.ranks.run import Run
 from instep.ranks.segment import Sums, Window, Write, sum_up, write
 from instep.receipt import Receipt
 from instep.source import unchanged
 from instep.source.sharded import Description, ShardedModule, Told
-from instep.transport import host
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -77,8 +77,8 @@ class Follower:
             else:
                 self.channel.answer(answer)
 
-    def begin(self, _: msgspec.Raw) -> str:
-        return host()
+    def begin(self, _: msgspec.Raw) -> Presence:
+        return presence()
 
     def describe(self, _: msgspec.Raw) -> Told:
         found = self.module.describe()

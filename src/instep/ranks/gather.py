@@ -12,11 +12,15 @@ import uuid
 import msgspec
 import torch
 
+from instep.errors import TransportError
 from instep.plan.shards import Piece
 from instep.protocol import ITEM_BYTES, TensorMeta
 from instep.ranks.channel import Channel
 from instep.ranks.run import Memory, Run, read
 from instep.transport.group import Group, find
+
+MOMENT = 0.5
+"""Seconds: the connections of a process end a little before it is known that it has ended."""
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -101,7 +105,11 @@ def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch
         for low, high in run.slices(rank, stretch.low, stretch.high, stretch.step):
             arrived = meeting.buffer(run.nbytes(rank, low, high))
             group.begin(meeting.channel.timeout)
-            group.wait(group.recv(arrived, rank))
+            try:
+                group.wait(group.recv(arrived, rank))
+            except TransportError:
+                meeting.channel.miss([rank], MOMENT)
+                raise
             for meta, part, at in run.packed(rank, low, high):
                 run.spot(room, stretch.low, meta, part).copy_(_in(arrived, meta, part, at))
             group.settle()

@@ -15,6 +15,7 @@ from instep.protocol import decode
 from instep.ranks.channel import Channel
 from instep.ranks.follow import Follower, Outcome, outcome_of
 from instep.ranks.lead import RankedSource
+from instep.ranks.presence import Presence
 from instep.ranks.transports import RankedTransport
 from instep.receipt import Receipt
 from instep.source import Source, open_source
@@ -42,8 +43,10 @@ class Lead:
         try:
             channel.begin(call, version)
             if isinstance(self.source, RankedSource):  # otherwise nobody is needed, and nobody need come
-                hosts = await asyncio.to_thread(channel.ask, "begin")
-                channel.spread = any(decode(other, str) != host() for other in hosts)
+                present = [decode(other, Presence) for other in await asyncio.to_thread(channel.ask, "begin")]
+                channel.spread = any(other.host != host() for other in present)
+                for rank, other in enumerate(present, 1):
+                    channel.watch.see(rank, other)
             yield
         except BaseException as error:
             channel.end(outcome_of(error))

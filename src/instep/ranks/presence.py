@@ -1,0 +1,54 @@
+"""Whether the processes of other ranks are still there, as the kernel of their host knows it: nothing is asked of them."""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+
+import msgspec
+
+from instep.transport import host
+
+
+class Presence(msgspec.Struct, frozen=True):
+    """A process: its host, on which others may know it by the number `pid` if they have the same `numbers`."""
+
+    host: str
+    numbers: str
+    pid: int
+
+
+def presence() -> Presence:
+    """Of this process."""
+    numbers = ""
+    with suppress(OSError):
+        numbers = os.readlink("/proc/self/ns/pid")
+    return Presence(host(), numbers, os.getpid())
+
+
+class Watch:
+    """On processes that this one can see, each by the rank that it is. Others, and all where the kernel gives no such handles, are
+    taken to be there."""
+
+    def __init__(self) -> None:
+        self.files: dict[int, int] = {}
+
+    def see(self, rank: int, other: Presence) -> None:
+        """To be called while the process is known to live, once or again."""
+        me = presence()
+        if rank not in self.files and (other.host, other.numbers) == (me.host, me.numbers) and hasattr(os, "pidfd_open"):
+            with suppress(OSError):
+                self.files[rank] = os.pidfd_open(other.pid)
+
+    def gone(self, seconds: float = 0.0) -> set[int]:
+        """The ranks whose processes have ended. Waits so long for one."""
+        poll = select.poll()
+        for file in self.files.values():
+            poll.register(file, select.POLLIN)
+        ended = {file for file, _ in poll.poll(1000 * seconds)}
+        return {rank for rank, file in self.files.items() if file in ended}
+
+    def close(self) -> None:
+        while self.files:
+            os.close(self.files.popitem()[1])
