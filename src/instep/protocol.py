@@ -200,13 +200,19 @@ class PrepareRequest(msgspec.Struct, frozen=True):
     """Seconds after which another session may take over from a trainer that never came back to commit."""
     timeout: float
     """Seconds that a worker may wait for other processes in one step."""
+    split: bool = False
+    """Whether the trainer adds up what workers tell of bytes that all of them see."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """Answer to prepare and ready. digests: of the tensors whose bytes have arrived, for the trainer to compare with its own."""
+    """Answer to prepare and ready. digests: of the tensors whose bytes have arrived, for the trainer to compare with its own.
+
+    parts: the same where workers see the same bytes, and each has looked at its share. They are to be added up (`plan.routes.check_parts`).
+    """
 
     done: bool
     digests: dict[str, int] = {}
+    parts: dict[str, int] = {}
 
 
 class CommitRequest(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from instep.engine import CachePolicy, Engine
 from instep.errors import DigestMismatch, EngineLost, EngineState, EngineTimeout, InstepError, Serving, SyncError, VersionConflict, by_name
-from instep.plan.routes import Plan, check_sums, prove
+from instep.plan.routes import Plan, check_parts, check_sums, prove
 from instep.protocol import (
     AdapterConfig,
     Arrival,
@@ -176,7 +176,7 @@ class Member:
     async def prepare(self, manifest: Manifest, digests: Callable[[], dict[str, int]]) -> None:
         """digests: the trainer's, where the manifest does not have them yet."""
         self.holding.add(manifest.location.address)
-        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", 4 * self.timeout, self.timeout)
+        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", 4 * self.timeout, self.timeout, split=True)
         arrivals = await self.call("prepare", Arrival, request)
         if not all(arrival.done for arrival in arrivals):
             arrivals = await self.bounded("prepare", self._arrived())
@@ -185,6 +185,8 @@ class Member:
                 if got != (sent := digests()[name]):
                     where = f"{self.name} rank {rank}"
                     raise DigestMismatch(f"{where}: {name} arrived with digest {got:016x}, the trainer sent {sent:016x}", tensor=name)
+        if any(arrival.parts for arrival in arrivals):
+            check_parts(self.name, manifest.tensors, digests(), [arrival.parts for arrival in arrivals])
 
     async def _arrived(self) -> list[Arrival]:
         """The workers fetch and look through the bytes in threads of their own, so that generation goes on meanwhile."""

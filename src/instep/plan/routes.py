@@ -197,3 +197,16 @@ def check_sums(
         else:
             if (seed_of(metas[name]) + total) & MASK != digests[name]:
                 raise DigestMismatch(f"{engine}: the parts of {name} that its workers pulled are not the trainer's", tensor=name)
+
+
+def check_parts(engine: str, tensors: Sequence[TensorMeta], digests: Mapping[str, int], told: Sequence[Mapping[str, int]]) -> None:
+    """Compares what workers summed up before the commit, each of its share of the same bytes, with the trainer's digests.
+
+    Raises `DigestMismatch` naming the first tensor that differs. What a worker left out counts as a difference.
+    """
+    for meta in tensors:
+        if meta.alias_of:
+            continue
+        got = (sum(parts.get(meta.name, 0) for parts in told) - (len(told) - 1) * seed_of(meta)) & MASK
+        if got != (sent := digests[meta.name]):
+            raise DigestMismatch(f"{engine}: {meta.name} arrived with digest {got:016x}, the trainer sent {sent:016x}", tensor=meta.name)

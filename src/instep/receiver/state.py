@@ -170,7 +170,8 @@ class Receiver:
         if {meta.name: (meta.shape, meta.alias_of) for meta in manifest.tensors} != self.expected:
             raise PlanError("the manifest's tensors are not those of the plan. Push again")
         self._drop()
-        reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout, self.host.device))
+        share = (self.host.rank, self.host.world_size) if wanted.split else (0, 1)
+        reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout, self.host.device, share))
         arrival: Future[tuple[float, dict[str, int]]] = Future()
         if reader.fetches:
             arrival = self.checker.submit(check_arrival, manifest, reader)
@@ -189,7 +190,10 @@ class Receiver:
         if (error := prepared.arrival.exception()) is not None:
             self._drop()
             raise error
-        return Arrival(done=True, digests={} if prepared.manifest.digests else prepared.arrival.result()[1])
+        found = prepared.arrival.result()[1]
+        if prepared.reader.split:
+            return Arrival(done=True, parts=found)
+        return Arrival(done=True, digests={} if prepared.manifest.digests else found)
 
     def commit(self, request: Request) -> WorkerReceipt:
         """Between two engine steps: copies, rebuilds derived state, proves, and takes the version."""
@@ -263,11 +267,12 @@ class Receiver:
 def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, int]]:
     """The seconds it took, and the digests of what has arrived.
 
-    Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published, where the manifest says which.
+    Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published, where the manifest says which and
+    this worker has looked at all of them.
     """
     started = time.perf_counter()
     digests = reader.arrive([meta for meta in manifest.tensors if not meta.alias_of])
-    for name, got in digests.items() if manifest.digests else ():
+    for name, got in digests.items() if manifest.digests and not reader.split else ():
         if name not in manifest.digests:
             raise TransportError(f"the manifest has no digest for {name}", tensor=name)
         if got != manifest.digests[name]:

@@ -83,11 +83,15 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Me:
-    """A worker, to the transport that it reads from. timeout: seconds that it may wait for others in one step. device: PyTorch's name."""
+    """A worker, to the transport that it reads from. timeout: seconds that it may wait for others in one step. device: PyTorch's name.
+
+    share: of the bytes that the engine's other workers see too it looks at this part, of so many.
+    """
 
     incarnation: str
     timeout: float
     device: str = "cpu"
+    share: tuple[int, int] = (0, 1)
 
 
 class Reader(Protocol):
@@ -98,6 +102,9 @@ class Reader(Protocol):
 
     fetches: bool
     """Whether there is anything to do before the commit."""
+
+    split: bool
+    """Whether `arrive` looks at this worker's share alone, and takes the other bytes for zeros."""
 
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
         """Does what can be done beside the engine's steps, in a thread of its own. The digests of bytes that have arrived."""

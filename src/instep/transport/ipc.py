@@ -168,7 +168,7 @@ OPENED: dict[bytes, int] = {}
 class IpcReader:
     """A worker's side, on the worker's current device. Addresses stay mapped from version to version, in `OPENED`."""
 
-    arrived = fetches = False
+    arrived = fetches = split = False
 
     def __init__(self, manifest: Manifest, _: Me) -> None:
         self.device = current_gpu()

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from instep.digest import CHUNK, Bytes, cores, digests, non_finite
+from instep.digest import BLOCK_BYTES, CHUNK, Bytes, all_sums, cores, digests, from_sums, non_finite
 from instep.errors import SourceError, TransportError
 from instep.plan.buckets import layout, padded
 from instep.protocol import Identity, Location, Manifest, TensorMeta
@@ -221,8 +221,8 @@ class Segment:
 class ShmReader(Mapped):
     """A worker's side: the segment of one manifest."""
 
-    def __init__(self, manifest: Manifest, _: Me) -> None:
-        location = manifest.location
+    def __init__(self, manifest: Manifest, me: Me) -> None:
+        location, self.share, self.split = manifest.location, me.share, me.share[1] > 1
         if not NAME.fullmatch(location.address):
             raise TransportError(f"{location.address!r} is not a segment's name")
         try:
@@ -239,3 +239,10 @@ class ShmReader(Mapped):
             super().__init__(manifest, file)
         finally:
             os.close(file)
+
+    def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
+        """Workers of one engine map the same pages: together they look at each once."""
+        sums = np.zeros(self.size // BLOCK_BYTES, np.uint64)
+        low, high = (part * len(sums) // self.share[1] for part in (self.share[0], self.share[0] + 1))
+        sums[low:high] = all_sums(self.bytes[low * BLOCK_BYTES : high * BLOCK_BYTES])
+        return from_sums(sums, tensors, self.offsets)
