@@ -13,6 +13,7 @@ from rank_ways import WAYS, opened
 from source_models import saved
 
 from instep.engine.memory import MemoryEngine
+from instep.transport import incoming
 
 RANK = int(os.environ["RANK"])
 
@@ -21,7 +22,12 @@ def play(case: str) -> dict[str, Any]:
     """`case` is `kind/argument/...`."""
     kind, *arguments = case.split("/")
     cases: dict[str, Callable[..., dict[str, Any]]] = {"push": push, **FAILURES, **REST}
-    return cases[kind](*arguments)
+    try:
+        return cases[kind](*arguments)
+    finally:  # a worker stays in its group as long as its process lives: these are many workers in one process
+        for _, group in incoming.JOINED.values():
+            group.close()
+        incoming.JOINED.clear()
 
 
 def push(wrap: str, model: str) -> dict[str, Any]:
