@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from rank_failures import attempt
+from rank_failures import attempt, begun
 from rank_models import MODELS, WRAPS, make, plain
 from rank_ways import opened
 from source_models import TEXT, llama, lora, saved
@@ -58,7 +58,10 @@ def nothing_is_gathered(wrap: str) -> dict[str, Any]:
 
 def room_for_buckets(wrap: str) -> dict[str, Any]:
     """What a broadcast in buckets of their true size takes of this rank's private memory, as the kernel counts it. The engine is another
-    process."""
+    process. A small push before it takes what does not depend on the model: modules, tables, threads."""
+    first = begun("one")[2]
+    first.push("v0")
+    first.close()
     shapes = {f"layers.{index}.weight": (2048, 8192) for index in range(5)}
     engine = (
         Apart({name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}, 1) if RANK == 0 else None
