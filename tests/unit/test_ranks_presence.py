@@ -47,3 +47,11 @@ def test_numbers_of_another_host_or_container_are_not_looked_up(watch: Watch, ot
     other.kill()
     other.wait()
     assert watch.gone() == set()
+
+
+def test_a_process_that_ended_before_it_was_watched_is_gone(watch: Watch, other: subprocess.Popen[bytes]) -> None:
+    said = of(other)
+    other.kill()
+    other.wait()
+    watch.see(3, said)
+    assert watch.gone(30.0) == {3}

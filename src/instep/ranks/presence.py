@@ -33,21 +33,26 @@ class Watch:
 
     def __init__(self) -> None:
         self.files: dict[int, int] = {}
+        self.ended: set[int] = set()
 
     def see(self, rank: int, other: Presence) -> None:
-        """To be called while the process is known to live, once or again."""
+        """To be called soon after the process has said who it is, once or again."""
         me = presence()
         if rank not in self.files and (other.host, other.numbers) == (me.host, me.numbers) and hasattr(os, "pidfd_open"):
-            with suppress(OSError):
+            try:
                 self.files[rank] = os.pidfd_open(other.pid)
+            except ProcessLookupError:
+                self.ended.add(rank)
+            except OSError:  # the kernel does not allow it
+                pass
 
     def gone(self, seconds: float = 0.0) -> set[int]:
         """The ranks whose processes have ended. Waits so long for one."""
         poll = select.poll()
         for file in self.files.values():
             poll.register(file, select.POLLIN)
-        ended = {file for file, _ in poll.poll(1000 * seconds)}
-        return {rank for rank, file in self.files.items() if file in ended}
+        ended = {file for file, _ in poll.poll(0 if self.ended else 1000 * seconds)}
+        return self.ended | {rank for rank, file in self.files.items() if file in ended}
 
     def close(self) -> None:
         while self.files:
