@@ -41,7 +41,8 @@ def push(wrap: str, model: str) -> dict[str, Any]:
     for version, before in (("first", None), ("pending", trainer.backward), ("stepped", trainer.step)):
         if before is not None:
             before()
-        wanted = MemoryEngine(saved(trainer.gathered()), tp=2).fingerprint()
+        gathered = trainer.gathered()  # by all ranks
+        wanted = MemoryEngine(saved(gathered), tp=2).fingerprint() if RANK == 0 else None
         for way, sync in syncs.items():
             found["digests"][f"{version} {way}"] = sync.push(version).digest
             engine = engines[way]

@@ -23,9 +23,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 
-from instep.digest import MASK, as_bytes, mix, partial
+from instep.digest import MASK, as_bytes, mix
 from instep.engine import CachePolicy
 from instep.errors import ConfigError, EngineDirty, EngineLost, PlanError
 from instep.protocol import Manifest, Method
@@ -268,7 +269,8 @@ class MemoryHost(NeverRebuilds):
     def fingerprint(self, adapter: int = 0) -> int:
         derived = [module.scale for name, module in self.model.named_modules() if name.endswith("qkv_proj")]
         tensors = [*self.model.parameters(), *derived, *(self.adapters[adapter].values() if adapter else ())]
-        return sum(partial(as_bytes(tensor), seed=index) for index, tensor in enumerate(tensors)) & MASK
+        total: int = sum(xxhash.xxh3_64_intdigest(as_bytes(tensor).data, seed=index) for index, tensor in enumerate(tensors))
+        return total & MASK
 
 
 class MemoryAdapter(AdapterHost):
