@@ -200,8 +200,8 @@ class PrepareRequest(msgspec.Struct, frozen=True):
     """Seconds after which another session may take over from a trainer that never came back to commit."""
     timeout: float
     """Seconds that a worker may wait for other processes in one step."""
-    split: bool = False
-    """Whether the trainer adds up what workers tell of bytes that all of them see."""
+    workers: list[str] = []
+    """Incarnations of all that are asked. Of bytes that all of them see each looks at its share, and the trainer adds up what they tell."""
 
 
 class Arrival(msgspec.Struct, frozen=True):

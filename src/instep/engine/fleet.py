@@ -176,7 +176,8 @@ class Member:
     async def prepare(self, manifest: Manifest, digests: Callable[[], dict[str, int]]) -> None:
         """digests: the trainer's, where the manifest does not have them yet."""
         self.holding.add(manifest.location.address)
-        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", 4 * self.timeout, self.timeout, split=True)
+        workers = [worker.incarnation for worker in self.workers]
+        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", 4 * self.timeout, self.timeout, workers)
         arrivals = await self.call("prepare", Arrival, request)
         if not all(arrival.done for arrival in arrivals):
             arrivals = await self.bounded("prepare", self._arrived())

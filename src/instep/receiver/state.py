@@ -170,7 +170,8 @@ class Receiver:
         if {meta.name: (meta.shape, meta.alias_of) for meta in manifest.tensors} != self.expected:
             raise PlanError("the manifest's tensors are not those of the plan. Push again")
         self._drop()
-        share = (self.host.rank, self.host.world_size) if wanted.split else (0, 1)
+        listed = self.incarnation in wanted.workers  # not by rank: replicas of an engine each count from zero
+        share = (wanted.workers.index(self.incarnation), len(wanted.workers)) if listed else (0, 1)
         reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout, self.host.device, share))
         arrival: Future[tuple[float, dict[str, int]]] = Future()
         if reader.fetches:
