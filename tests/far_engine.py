@@ -16,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def _serve(pipe: Any, shapes: Shapes, dtype: torch.dtype, device: str) -> None:
-    from instep.engine.memory import MemoryHost
+    from instep.engine.memory_host import MemoryHost
     from instep.receiver.state import Receiver
 
     faulthandler.enable()
@@ -77,7 +77,7 @@ class FarEngine:
 
     def holds(self, checkpoint: Mapping[str, torch.Tensor]) -> bool:
         """Whether its worker has what a fresh one has that loads the checkpoint, bit for bit."""
-        from instep.engine.memory import MemoryHost
+        from instep.engine.memory_host import MemoryHost
 
         host = MemoryHost(checkpoint, 0, 1)
         with host.reload():

@@ -17,7 +17,8 @@ from toys import Checkpoint, attention
 from vllm_stub import Executor, Worker, install
 
 from instep.engine import vllm_plugin
-from instep.engine.memory import MemoryEngine, MemoryHost
+from instep.engine.memory import MemoryEngine
+from instep.engine.memory_host import MemoryHost
 from instep.engine.vllm_publisher import WeightPublisher
 from instep.receiver.state import Receiver
 

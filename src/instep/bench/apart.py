@@ -18,7 +18,7 @@ SECONDS = 120.0
 
 def serve(pipe: Any, metas: dict[str, tuple[tuple[int, ...], str]], rank: int, size: int) -> None:
     """A worker's process."""
-    from instep.engine.memory import MemoryHost
+    from instep.engine.memory_host import MemoryHost
     from instep.receiver.state import Receiver
 
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import torch
 
 from instep.bench.results import Copy
 from instep.bench.trainer import synchronize
-from instep.engine.memory import MemoryHost
+from instep.engine.memory_host import MemoryHost
 from instep.protocol import Route, TensorMeta, dtype_name
 from instep.receiver.apply import holds, view
 from instep.receiver.copies import Copies, live_tensors

@@ -1,0 +1,164 @@
+"""A worker of the engine in memory: stores weights as engines do."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import nn
+
+from instep.digest import MASK, as_bytes
+from instep.errors import PlanError
+from instep.receiver import MERGED, Host, NeverRebuilds
+from instep.receiver.adapter import AdapterHost, register
+from instep.receiver.trace import shape_only
+
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+PARTS = {"k_proj": 1, "v_proj": 2, "up_proj": 1}  # order within a fused layer; the first part is 0
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+PAD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker keeps its part of one checkpoint tensor: `param[index]`, after the tensor was cut along `axis`."""
+
+    param: str
+    index: tuple[int | slice, ...]
+    axis: int | None
+
+
+class MemoryHost(NeverRebuilds):
+    """One worker: a module laid out as engines lay it out, and a loader that takes checkpoint names."""
+
+    def __init__(self, checkpoint: Mapping[str, torch.Tensor], rank: int, tp: int) -> None:
+        self.rank, self.world_size, self.device = rank, tp, "cpu"
+        self.model = nn.Module()
+        self.adapters: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.fail_at: int | None = None
+        self.places: dict[str, Place] = {}
+        rows: dict[str, int] = defaultdict(int)
+        shards = {name: self._shard(name, tensor) for name, tensor in checkpoint.items()}
+        for name in sorted(checkpoint, key=lambda name: (_param(name), PARTS.get(_layer(name), 0))):
+            self.places[name] = Place(_param(name), self._index(name, shards[name], rows), _axis(name))
+        for name, shard in shards.items():
+            param = _param(name)
+            if EXPERT.fullmatch(name):
+                experts = 1 + max(int(EXPERT.fullmatch(other)[2]) for other in shards if _param(other) == param)  # type: ignore[index]
+                shape = (experts, shard.shape[0] * (2 if param.endswith("w13_weight") else 1), *shard.shape[1:])
+            else:
+                count = -(-rows[param] // PAD) * PAD if param.endswith(VOCABULARY) else rows[param]
+                shape = (count, *shard.shape[1:]) if shard.ndim else ()
+            register(self.model, param, nn.Parameter(torch.zeros(shape, dtype=shard.dtype), requires_grad=False))
+        if "lm_head.weight" not in checkpoint and "model.embed_tokens.weight" in checkpoint:
+            register(self.model, "lm_head.weight", self.model.get_parameter("model.embed_tokens.weight"))
+
+    def _index(self, name: str, shard: torch.Tensor, rows: dict[str, int]) -> tuple[int | slice, ...]:
+        if expert := EXPERT.fullmatch(name):
+            half = shard.shape[0]
+            return (
+                (int(expert[2]),)
+                if expert[3] == "down"
+                else (int(expert[2]), slice(half * (expert[3] == "up"), half * (1 + (expert[3] == "up"))))
+            )
+        if not shard.ndim:
+            return ()
+        start = rows[_param(name)]
+        rows[_param(name)] += shard.shape[0]
+        return (slice(start, start + shard.shape[0]),)
+
+    def _shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        axis = _axis(name)
+        if axis is None or self.world_size == 1:
+            return tensor
+        size = -(-tensor.shape[axis] // self.world_size)
+        start = min(self.rank * size, tensor.shape[axis])
+        return tensor.narrow(axis, start, min(size, tensor.shape[axis] - start))
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for count, (name, tensor) in enumerate(tensors):
+            if self.fail_at == count and not tensor.is_meta:
+                self.fail_at = None
+                raise RuntimeError(f"told to fail at tensor {count}, {name}")
+            if name not in self.places:
+                raise ValueError(f"there is no module or parameter named {name!r}")
+            place = self.places[name]
+            target, shard = self.model.get_parameter(place.param).detach()[place.index], self._shard(name, tensor)
+            if target.shape != shard.shape:
+                raise ValueError(f"cannot load {list(shard.shape)} into {list(target.shape)} of {place.param}")
+            target.copy_(shard)
+
+    def checkpoint_layout(self) -> AbstractContextManager[None]:
+        return shape_only(self.model)
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        """Loads in place; what is derived from weights is computed at the end, so a session cut short leaves it stale."""
+        yield
+        for name, module in self.model.named_modules():
+            if name.endswith("qkv_proj"):
+                module.scale = module.get_parameter("weight").float().abs().mean()
+
+    def spare(self, parameter: str) -> tuple[int, str | None]:
+        if not parameter.endswith(VOCABULARY):
+            return 0, None
+        tensor = self.model.get_parameter(parameter)
+        names = [name for name, place in self.places.items() if place.param == parameter]
+        filled = sum(
+            place.index[0].stop - place.index[0].start for name in names if isinstance((place := self.places[name]).index[0], slice)
+        )
+        return (len(tensor) - filled) * tensor.shape[1], "padded vocabulary rows have no weights"
+
+    def adapter(self, number: int) -> Host:
+        return MemoryAdapter(self, number)
+
+    def fingerprint(self, adapter: int = 0) -> int:
+        derived = [module.scale for name, module in self.model.named_modules() if name.endswith("qkv_proj")]
+        tensors = [*self.model.parameters(), *derived, *(self.adapters[adapter].values() if adapter else ())]
+        total: int = sum(xxhash.xxh3_64_intdigest(as_bytes(tensor).data, seed=index) for index, tensor in enumerate(tensors))
+        return total & MASK
+
+
+class MemoryAdapter(AdapterHost):
+    """A LoRA adapter for the layers that the model has."""
+
+    def __init__(self, host: MemoryHost, number: int) -> None:
+        super().__init__(host.rank, host.world_size, host.device)
+        self.host, self.number = host, number
+
+    def check(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:  # noqa: ARG002
+        for name in tensors:
+            layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+            if f"{layer}.weight" not in self.host.places:
+                raise PlanError(f"the engine has no layer for {name}", tensor=name, next_step=MERGED)
+
+    def install(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:  # noqa: ARG002
+        self.host.adapters[self.number] = tensors
+
+
+def _param(name: str) -> str:
+    """The engine's parameter for a checkpoint tensor."""
+    if expert := EXPERT.fullmatch(name):
+        return f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight"
+    prefix, _, leaf = name.rpartition(".")
+    parent, _, layer = prefix.rpartition(".")
+    return f"{parent}.{FUSED[layer]}.{leaf}" if layer in FUSED else name
+
+
+def _layer(name: str) -> str:
+    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _axis(name: str) -> int | None:
+    """The axis along which tensor parallelism cuts a tensor; None for one that every worker has whole."""
+    if name.endswith(ROW_PARALLEL):
+        return 1
+    return 0 if _layer(name) in FUSED or name.endswith(VOCABULARY) else None
