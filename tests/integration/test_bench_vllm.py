@@ -10,6 +10,8 @@ from pathlib import Path
 
 from engines import SETTINGS
 
+from instep.bench.generation import PUSHED
+
 RUN = "from instep.cli import main; main()"
 
 
@@ -37,7 +39,7 @@ def test_an_actors_tokens_a_second_are_measured_beside_the_bare_engines(tmp_path
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "cpu-generation-tiny.json").read_text())
     runs = {run["way"]: run for run in found["runs"]}
-    assert list(runs) == ["AsyncLLM", "actor", "actor, a push every 5 s"]
+    assert list(runs) == ["AsyncLLM", "actor", *PUSHED.values()]
     assert {run["tokens"] for run in runs.values()} == {found["requests"] * 4 * 64}
-    assert runs["actor, a push every 5 s"]["pushes"] > 0
+    assert all(runs[way]["pushes"] > 0 for way in PUSHED.values())
     assert "% of AsyncLLM" in done.stdout

@@ -19,9 +19,9 @@ SETTING = Setting(
 def rates() -> Rates:
     runs = [
         Rate(way=BARE, tokens=100, seconds=1.0), Rate(way=ACTOR, tokens=100, seconds=1.0),
-        Rate(way=PUSHED, tokens=100, seconds=2.0, pushes=1, paused=0.5),
+        Rate(way=PUSHED["reset"], tokens=100, seconds=2.0, pushes=1, paused=0.5),
         Rate(way=BARE, tokens=100, seconds=2.0), Rate(way=ACTOR, tokens=100, seconds=2.5),
-        Rate(way=PUSHED, tokens=100, seconds=4.0, pushes=1, paused=1.0),
+        Rate(way=PUSHED["reset"], tokens=100, seconds=4.0, pushes=1, paused=1.0),
     ]  # fmt: skip
     return Rates(setting=SETTING, requests=5, runs=runs)
 
@@ -29,7 +29,7 @@ def rates() -> Rates:
 def test_a_way_is_compared_with_the_bare_engine_of_its_own_round(tmp_path: Path) -> None:
     assert rates().rate(BARE) == 75.0
     assert rates().share(ACTOR) == pytest.approx(0.9)
-    assert rates().share(PUSHED) == 0.5
+    assert rates().share(PUSHED["reset"]) == 0.5
     head, *rows = rates().lines()
     assert "5 prompts of 4 samples" in head
     assert [row.split("tokens/s")[0].split()[-1] for row in rows] == ["75", "70", "38"]

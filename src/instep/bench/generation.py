@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -27,6 +27,7 @@ from instep.bench.machine import setting
 from instep.bench.results import Setting
 from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU
 from instep.bench.trainer import Trainer
+from instep.engine import CachePolicy
 from instep.engine.vllm_serving import start_vllm
 from instep.errors import InstepError
 from instep.generation import GenerationResult, LLMActor, PromptId, PromptRequest, Sampling
@@ -39,7 +40,9 @@ RUN = 12.0
 """Seconds that a run is to take, about."""
 WAIT = 600.0
 """Seconds for a result or a push, at most."""
-BARE, ACTOR, PUSHED = "AsyncLLM", "actor", f"actor, a push every {EVERY:g} s"
+BARE, ACTOR = "AsyncLLM", "actor"
+PUSHED: dict[CachePolicy, str] = {policy: f"{ACTOR}, a push every {EVERY:g} s, caches={policy}" for policy in get_args(CachePolicy)}
+"""By what becomes of the KV of requests under way: read again with the new weights, or left as it is."""
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +82,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         for way in dict.fromkeys(run.way for run in self.runs):
             pushed = [run for run in self.runs if run.way == way and run.pushes]
             pause = f", paused {100 * median(run.paused / run.seconds for run in pushed):.1f} % of the time" if pushed else ""
-            yield f"{way:<28} {self.rate(way):8.0f} tokens/s   {100 * self.share(way):5.1f} % of AsyncLLM{pause}"
+            yield f"{way:<38} {self.rate(way):8.0f} tokens/s   {100 * self.share(way):5.1f} % of AsyncLLM{pause}"
 
 
 class Generation:
@@ -130,10 +133,12 @@ class Generation:
                 if time.monotonic() > deadline:
                     raise
 
-    def while_pushing(self, count: int, push: Callable[[], float]) -> Rate:
-        with every(EVERY, push) as pauses:
-            run = self.through_actor(count)
-        return msgspec.structs.replace(run, way=PUSHED, pushes=len(pauses), paused=sum(pauses))
+    def while_pushing(self, count: int, trainer: Trainer, caches: CachePolicy) -> Rate:
+        with follow(self.actor, trainer, caches) as push:
+            push()  # a trainer's first asks where each tensor goes
+            with every(EVERY, push) as pauses:
+                run = self.through_actor(count)
+        return msgspec.structs.replace(run, way=PUSHED[caches], pushes=len(pauses), paused=sum(pauses))
 
 
 async def _bare(llm: Any, requests: list[PromptRequest]) -> int:
@@ -149,6 +154,18 @@ async def _bare(llm: Any, requests: list[PromptRequest]) -> int:
         return tokens
 
     return sum(await asyncio.gather(*(one(request, sample) for request in requests for sample in range(SAMPLES))))
+
+
+@contextmanager
+def follow(actor: LLMActor, trainer: Trainer, caches: CachePolicy = "reset") -> Iterator[Callable[[], float]]:
+    """A step of the trainer and its push. Returns the seconds for which the engine was paused."""
+    with WeightSync(trainer.model, [actor], timeout=WAIT, cast=True, caches=caches) as sync:
+
+        def push() -> float:
+            trainer.step()
+            return sync.push(f"step-{trainer.steps}").pause
+
+        yield push
 
 
 @contextmanager
@@ -195,26 +212,24 @@ def run(name: str | None, repeats: int, say: Say = to_stderr) -> Rates:
         say("starting an engine in an actor")
         actor = LLMActor(partial(start_vllm, str(folder), **arguments), tokenizer=_Unread(), prompt_queue=prompts, results_queue=results)
         try:
-            with WeightSync(trainer.model, [actor], timeout=WAIT, cast=True) as sync:
-                generation = Generation(actor, prompts, results, trainer.model.config.vocab_size)
-                return _measure(generation, trainer, sync, setting(name, trainer, repeats), say)
+            generation = Generation(actor, prompts, results, trainer.model.config.vocab_size)
+            return _measure(generation, trainer, setting(name, trainer, repeats), say)
         finally:
             actor.stop(drain=False)
 
 
-def _measure(generation: Generation, trainer: Trainer, sync: WeightSync, where: Setting, say: Say) -> Rates:
-    def push() -> float:
-        trainer.step()
-        return sync.push(f"step-{trainer.steps}").pause
-
-    for _ in range(3):  # until no layer is reloaded for the first time
-        push()
+def _measure(generation: Generation, trainer: Trainer, where: Setting, say: Say) -> Rates:
+    with follow(generation.actor, trainer) as push:
+        for _ in range(3):  # until no layer is reloaded for the first time
+            push()
     generation.bare(2)
     short = generation.bare(4)
     count = max(4, round(RUN * short.tokens_per_second / (SAMPLES * LENGTH)))
     runs: list[Rate] = []
+    pushed = [partial(generation.while_pushing, trainer=trainer, caches=policy) for policy in PUSHED]
+    ways: list[Callable[[int], Rate]] = [generation.bare, generation.through_actor, *pushed]
     for _ in range(where.repeats):
-        for measure in (generation.bare, generation.through_actor, lambda count: generation.while_pushing(count, push)):
+        for measure in ways:
             runs.append(measure(count))
             say(f"{runs[-1].way}: {runs[-1].tokens_per_second:.0f} tokens/s, {runs[-1].pushes} pushes in {runs[-1].seconds:.0f} s")
     command = f"python -m instep.bench.generation --shapes {where.shapes} --repeats {where.repeats}"
