@@ -60,6 +60,8 @@ class Receipt:
         return asdict(self) | {"pause": self.pause}
 
     def __str__(self) -> str:
+        if not (self.engines or self.failed):
+            return f"{self.version}: every engine serves it already"
         phases = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in self.seconds.items() if name != "total")
         lines = [
             f"{self.version}: {self.nbytes / 1e6:.0f} MB in {self.tensors} tensors to {len(self.engines)} "

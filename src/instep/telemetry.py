@@ -43,7 +43,7 @@ def log(event: Event) -> None:
 
 
 def prometheus(registry: Any = None) -> Sink:
-    """The metrics of docs/metrics.md in `registry` (default: prometheus_client's own). Needs `prometheus_client`."""
+    """The metrics of docs/metrics.md in `registry` (default: prometheus_client's own). Needs the extra `metrics`."""
     counted, lags = metrics(registry), defaultdict[str, Lag](Lag)
 
     def behind(engine: str, version: str, served: bool) -> None:

@@ -24,6 +24,7 @@ def test_catch_up_with_nothing_to_do() -> None:
     trainer.push("a")
     receipt = trainer.sync.catch_up()
     assert (receipt.version, receipt.engines) == ("a", ())
+    assert str(receipt) == "a: every engine serves it already"
     assert serves(engine) == ("a", "a")
 
 
