@@ -25,7 +25,7 @@ from instep.generation.actor import LLMActor
 from instep.generation.types import GenerationResult
 
 SOON = 120.0
-LENGTH = 60
+LENGTH, LONG = 60, 90
 
 
 class Run:
@@ -57,11 +57,11 @@ class Run:
         id = PromptId("train", 0, str(self.count))
         return PromptRequest(id=id, prompt_token_ids=prompt, sampling=Sampling(**sampling), **{"tools": (), **options})
 
-    def tokens_in_flight(self, least: int) -> None:
-        """Returns when each of the engine's requests has so many tokens."""
+    def tokens_in_flight(self, least: int, requests: int = 1) -> None:
+        """Returns when the engine has at least so many requests, and each of them so many tokens."""
         states = self.actor._serving.llm.output_processor.request_states  # type: ignore[union-attr]
         deadline = time.monotonic() + SOON
-        while not states or min(state.detokenizer.num_output_tokens() for state in list(states.values())) < least:
+        while len(states) < requests or min(state.detokenizer.num_output_tokens() for state in list(states.values())) < least:
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
@@ -123,15 +123,15 @@ def test_tools_run_between_turns_and_a_broken_verifier_costs_one_sample(run: Run
 
 def test_a_push_in_flight_loses_no_sample_and_labels_both_versions(run: Run) -> None:
     before = run.push()
-    for index in range(4):
-        run.prompts.put(run.ask([index + 1, 2, 3], n=2))
-    run.tokens_in_flight(5)
     run.model.load_state_dict(tiny("qwen3", 3).state_dict())
+    for index in range(4):
+        run.prompts.put(run.ask([index + 1, 2, 3], n=2, max_tokens=LONG))
+    run.tokens_in_flight(5, requests=8)
     after = run.push()
     results: list[GenerationResult] = [run.results.get(timeout=SOON) for _ in range(4)]
     for sample in (sample for result in results for sample in result.samples):
         assert [span.version for span in sample.versions] == [before, after]
-        assert (sample.versions[0].start, sample.versions[1].end, len(sample.token_ids)) == (0, LENGTH, LENGTH)
+        assert (sample.versions[0].start, sample.versions[1].end, len(sample.token_ids)) == (0, LONG, LONG)
         assert sample.versions[0].end == sample.versions[1].start
         assert all(math.isfinite(logprob) for logprob in sample.logprobs)
     assert run.actor.status().version == after
@@ -142,7 +142,7 @@ def test_a_drained_push_never_mixes_versions_in_a_turn(run: Run) -> None:
     run.actor.inflight_updates = False
     try:
         futures = [run.actor.submit(run.ask([index + 1, 2, 3])) for index in range(3)]
-        run.tokens_in_flight(2)
+        run.tokens_in_flight(2, requests=3)
         after = run.push()
         late = run.actor.submit(run.ask(PROMPTS[0], max_tokens=5)).result(SOON)
     finally:
@@ -154,7 +154,7 @@ def test_a_drained_push_never_mixes_versions_in_a_turn(run: Run) -> None:
 def test_cancelling_ends_samples_with_what_they_have_and_leaves_nothing_running(run: Run) -> None:
     kept, dropped = run.ask([4, 5, 6], n=2), run.ask([7, 8, 9])
     future, call = run.actor.submit(kept), run.actor.submit(dropped)
-    run.tokens_in_flight(3)
+    run.tokens_in_flight(3, requests=3)
     assert call.cancel()
     assert run.actor.cancel(kept.id)
     samples = future.result(SOON).samples
