@@ -129,11 +129,14 @@ def test_a_push_in_flight_loses_no_sample_and_labels_both_versions(run: Run) -> 
     run.tokens_in_flight(5, requests=8)
     after = run.push()
     results: list[GenerationResult] = [run.results.get(timeout=SOON) for _ in range(4)]
-    for sample in (sample for result in results for sample in result.samples):
-        assert [span.version for span in sample.versions] == [before, after]
-        assert (sample.versions[0].start, sample.versions[1].end, len(sample.token_ids)) == (0, LONG, LONG)
-        assert sample.versions[0].end == sample.versions[1].start
+    samples = [sample for result in results for sample in result.samples]
+    assert len(samples) == 8
+    for sample in samples:
+        assert [span.version for span in sample.versions] in ([before, after], [before])  # a fast engine may end one before the commit
+        assert [span.start for span in sample.versions] == [0, *(span.end for span in sample.versions[:-1])]
+        assert (sample.versions[-1].end, len(sample.token_ids)) == (LONG, LONG)
         assert all(math.isfinite(logprob) for logprob in sample.logprobs)
+    assert any(len(sample.versions) == 2 for sample in samples)
     assert run.actor.status().version == after
 
 
