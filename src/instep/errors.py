@@ -155,6 +155,11 @@ class DigestMismatch(SyncError):
 
     next_step = "push again; if it repeats, suspect memory or a second writer of the shared segment"
 
+    @classmethod
+    def of(cls, name: str, got: int, sent: int, where: str = "") -> DigestMismatch:
+        """A tensor that arrived, at `where`, with another digest than the trainer's."""
+        return cls(f"{where}: " * bool(where) + f"{name} arrived with digest {got:016x}, the trainer sent {sent:016x}", tensor=name)
+
 
 class CanaryError(SyncError):
     """The engine holds the trainer's bytes but computes something else: derived state was not rebuilt."""

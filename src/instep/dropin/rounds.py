@@ -127,7 +127,7 @@ class Rounds:
         meta = TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         found = sum_of(tensor, meta)
         if digest is not None and found != digest:
-            raise DigestMismatch(f"{name} arrived with digest {found:016x}, the trainer sent {digest:016x}", tensor=name)
+            raise DigestMismatch.of(name, found, digest)
         self.stage.metas[name], self.stage.digests[name], self.stage.tensors[name] = meta, found, tensor.cpu()
         self.arrived += meta.numel
 

@@ -184,8 +184,7 @@ class Member:
         for rank, arrival in enumerate(arrivals):
             for name, got in arrival.digests.items():
                 if got != (sent := digests()[name]):
-                    where = f"{self.name} rank {rank}"
-                    raise DigestMismatch(f"{where}: {name} arrived with digest {got:016x}, the trainer sent {sent:016x}", tensor=name)
+                    raise DigestMismatch.of(name, got, sent, f"{self.name} rank {rank}")
         if any(arrival.parts for arrival in arrivals):
             check_parts(self.name, manifest.tensors, digests(), [arrival.parts for arrival in arrivals])
 

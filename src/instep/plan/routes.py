@@ -209,4 +209,4 @@ def check_parts(engine: str, tensors: Sequence[TensorMeta], digests: Mapping[str
             continue
         got = (sum(parts.get(meta.name, 0) for parts in told) - (len(told) - 1) * seed_of(meta)) & MASK
         if got != (sent := digests[meta.name]):
-            raise DigestMismatch(f"{engine}: {meta.name} arrived with digest {got:016x}, the trainer sent {sent:016x}", tensor=meta.name)
+            raise DigestMismatch.of(meta.name, got, sent, engine)

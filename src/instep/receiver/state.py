@@ -277,5 +277,5 @@ def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, 
         if name not in manifest.digests:
             raise TransportError(f"the manifest has no digest for {name}", tensor=name)
         if got != manifest.digests[name]:
-            raise DigestMismatch(f"{name} arrived with digest {got:016x}, the trainer sent {manifest.digests[name]:016x}", tensor=name)
+            raise DigestMismatch.of(name, got, manifest.digests[name])
     return time.perf_counter() - started, digests
