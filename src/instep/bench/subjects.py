@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Hashable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,13 +20,13 @@ from instep.transport.group import environment
 PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
 NEW_TOKENS = 12
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-ON_GPU = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled first
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # vLLM's own IPC transfer unpickles handles
-}
+ON_GPU = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # it would be compiled first
 ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive", "TORCH_COMPILE_DISABLE": "1",
 }  # fmt: skip
+ON_BOTH_SIDES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""vLLM's own IPC transfer unpickles handles. For as long as the engine lives: an answer of a process that has it ends the thread that reads
+answers in one that has it not, and every call waits for ever."""
 ROOM = 8 << 30
 """Bytes that vLLM may take on a GPU beyond the weights: activations, CUDA graphs and a small KV cache."""
 
@@ -79,7 +80,13 @@ class VllmSubject:
 
     def __init__(self, trainer: Trainer, folder: Path, gpu: int | None = None, **arguments: Any) -> None:
         self.name = "CPU" if gpu is None else f"GPU {gpu}"
-        self.engine = start_vllm(folder, gpu, trainer.nbytes, **arguments)
+        self.held = ExitStack()
+        self.held.enter_context(environment(ON_BOTH_SIDES))
+        try:
+            self.engine = start_vllm(folder, gpu, trainer.nbytes, **arguments)
+        except BaseException:
+            self.held.close()
+            raise
 
     def call(self, method: str, *arguments: Any) -> Any:
         (result,) = self.engine.collective_rpc("bench_call", args=(method, list(arguments)))
@@ -101,6 +108,7 @@ class VllmSubject:
 
     def close(self) -> None:
         self.engine.llm_engine.engine_core.shutdown()
+        self.held.close()
 
 
 def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> Any:
