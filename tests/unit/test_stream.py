@@ -3,13 +3,14 @@ card's (see `pretend_cuda.py`)."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from pretend_cuda import pretend
+from pretend_cuda import Table, pretend
 from toys import Checkpoint, checkpoint
 
 from instep import MemoryEngine, WeightSync
@@ -125,6 +126,37 @@ def test_a_trainer_that_stops_sending(bucket: int, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(broadcast, "pack", pack)
         sync.push("whole-again")
         assert all(same(engine, weights) for engine in engines)
+
+
+def test_nothing_is_brought_to_a_gpu_while_buckets_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait, without a deadline, for what the GPU's stream waits for: a peer that has died. A worker starts two buckets before it
+    knows that all take part."""
+    begun: dict[int, int] = {}
+    late: list[int] = []
+    broadcast_of, meet, made = Group.broadcast, Group.meet, Table.__init__
+
+    def counts(self: Group, tensor: torch.Tensor, root: int = 0) -> Any:
+        begun[threading.get_ident()] += 1
+        return broadcast_of(self, tensor, root)
+
+    def starts(self: Group, place: str) -> None:
+        begun[threading.get_ident()] = 0 if place != "group" else -1  # a group's first broadcast is no bucket
+        meet(self, place)
+
+    def looks(self: Table, *arguments: Any, **named: Any) -> None:
+        late.extend([threading.get_ident()] * (begun.get(threading.get_ident(), 0) > 2))
+        made(self, *arguments, **named)
+
+    monkeypatch.setattr(Group, "broadcast", counts)
+    monkeypatch.setattr(Group, "meet", starts)
+    monkeypatch.setattr(Table, "__init__", looks)
+    weights = checkpoint(1)
+    with WeightSync(weights, [MemoryEngine(checkpoint(0), tp=2)], transport="nccl") as sync:
+        for version in "abc":  # reloaded, then written directly by new tables, then by the same
+            step(weights)
+            sync.push(version)
+    assert max(begun.values()) > 2
+    assert not late
 
 
 @pytest.mark.parametrize("point", ["pause", "commit"])

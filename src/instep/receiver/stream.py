@@ -6,8 +6,9 @@ What other layers need is put aside in host memory: all of the model in the firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,9 +37,13 @@ def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
 
 
 class Scatter:
-    """The copies of one plan out of buckets that stay where they are."""
+    """The copies of one plan out of buckets that stay where they are.
 
-    def __init__(self, copies: Copies, manifest: Manifest) -> None:
+    buckets: the memory of each, in order. All that the GPU needs to know of them is brought to it here: that waits for what the current
+    stream waits for, and once buckets are awaited that may be a peer which has died.
+    """
+
+    def __init__(self, copies: Copies, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> None:
         self.bucket = manifest.location.bucket
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.moves = moves(copies, self.metas, lambda meta: manifest.location.offsets[meta.name])
@@ -48,22 +53,22 @@ class Scatter:
             [piece for piece in pieces_here if piece.meta.name in self.aside] for pieces_here in pieces(manifest.tensors, self.bucket)
         ]
         self.slots = {name: slot for slot, name in enumerate(sorted(self.aside), self.moves.slots)}
-        self.tables: dict[int, list[Table]] = {}
+        self.tables = [self._tables(index, bucket) for index, bucket in enumerate(buckets)]
 
-    def launch(self, index: int, bucket: torch.Tensor) -> None:
+    def _tables(self, index: int, bucket: torch.Tensor) -> list[Table]:
+        low, base, slots = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
+        moved = [part for run in self.moves.runs for part in cut_run(run, low, low + len(bucket), base)]
+        read = [in_one(base + p.at, p.meta, self.slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
+        return [Table(some, slots, bucket.device, copy=copy) for some, copy in ((moved, True), (read, False)) if some]
+
+    def launch(self, index: int) -> None:
         """Moves what a bucket holds of direct layers; adds that up, and whatever it holds of tensors that are put aside."""
-        if index not in self.tables:
-            low, base, slots = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
-            moved = [part for run in self.moves.runs for part in cut_run(run, low, low + len(bucket), base)]
-            read = [in_one(base + p.at, p.meta, self.slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
-            runs = ((moved, True), (read, False))
-            self.tables[index] = [Table(some, slots, bucket.device, copy=copy) for some, copy in runs if some]
         for table in self.tables[index]:
             table.launch()
 
     def sums(self) -> tuple[dict[str, int], dict[str, int]]:
         """Waits. Of tensors that were put aside, and of what this worker reads of the others."""
-        total = added(table for tables in self.tables.values() for table in tables)[0]
+        total = added(chain.from_iterable(self.tables))[0]
         return {name: total[slot] for name, slot in self.slots.items()}, {name: total[slot] for name, slot in self.moves.parts.items()}
 
 
@@ -97,11 +102,11 @@ class Streamed:
     def move(self, copies: Copies) -> Mapping[str, torch.Tensor]:
         address = self.manifest.location.address
         if copies.worked_out is None or copies.worked_out[0] != address:
-            copies.worked_out = (address, Scatter(copies, self.manifest))
+            copies.worked_out = (address, Scatter(copies, self.manifest, self.reader.parts))
         scatter: Scatter = copies.worked_out[1]
         aside = Aside(scatter.metas, scatter.aside)
         for index, bucket in self.reader.receive():
-            scatter.launch(index, bucket)
+            scatter.launch(index)
             if scatter.pieces[index]:
                 self.reader.settle()  # a copy to the host would wait without an end for a peer that died
             for piece in scatter.pieces[index]:

@@ -197,7 +197,7 @@ class BroadcastTransport:
         if not self.way.on_gpu:
             return HostTally(tensors, self.way.bucket, flags=True)
         if self.tally is None or self.tally.tensors != tensors:
-            self.tally = DeviceTally(tensors, self.way.bucket)
+            self.tally = DeviceTally(tensors, self.way.bucket, [self._room(index, self.way.bucket) for index in range(2)])
         return self.tally
 
     def _on_device(self) -> Any:

@@ -47,22 +47,25 @@ class HostTally:
 
 
 class DeviceTally:
-    """The same on a GPU. Bucket `index` must always lie where it lay when its first version was added."""
+    """The same on a GPU. rooms: where the buckets lie, in turn.
 
-    def __init__(self, tensors: Sequence[TensorMeta], limit: int) -> None:
+    Made before anything is sent: bringing tables to the GPU waits for what the current stream waits for, such as a peer that has died.
+    """
+
+    def __init__(self, tensors: Sequence[TensorMeta], limit: int, rooms: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
         self.own = [meta for meta in tensors if not meta.alias_of]
-        self.pieces = list(pieces(tensors, limit))
-        self.tables: dict[int, Table] = {}
+        slots = {meta.name: slot for slot, meta in enumerate(self.own)}
+        self.tables = []
+        for index, here in enumerate(pieces(tensors, limit)):
+            room = rooms[index % len(rooms)]
+            runs = [in_one(room.data_ptr() + p.at, p.meta, slots[p.meta.name], start=p.start, stop=p.stop) for p in here]
+            self.tables.append(Table(runs, len(slots), room.device, copy=False))
 
-    def add(self, index: int, bucket: torch.Tensor) -> None:
-        if index not in self.tables:
-            base, slots = bucket.data_ptr(), {meta.name: slot for slot, meta in enumerate(self.own)}
-            runs = [in_one(base + p.at, p.meta, slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
-            self.tables[index] = Table(runs, len(slots), bucket.device, copy=False)
+    def add(self, index: int, _: torch.Tensor) -> None:
         self.tables[index].launch()
 
     def result(self) -> Result:
-        parts, flags = added(self.tables.values())
+        parts, flags = added(self.tables)
         digests = {meta.name: (seed_of(meta) + part) & MASK for meta, part in zip(self.own, parts, strict=True)}
         return digests, tuple(meta.name for meta, flag in zip(self.own, flags, strict=True) if flag)
