@@ -14,9 +14,11 @@ from instep.bench.shapes import model
 from instep.bench.subjects import ENVIRONMENT, PROMPTS, greedy
 from instep.transport.group import environment
 
+MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+"""Not measured at the start, which fails where another process frees memory meanwhile."""
 EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
 
-__all__ = ["EXTENSION", "PROMPTS", "folder", "greedy", "model", "start", "visible"]
+__all__ = ["EXTENSION", "MEMORY", "PROMPTS", "folder", "greedy", "model", "start", "visible"]
 
 
 def folder(name: str) -> Path:
@@ -31,8 +33,8 @@ def visible(devices: str | None) -> AbstractContextManager[None]:
 
 def start(path: Path, devices: str | None = None, **arguments: Any) -> Any:
     settings = {
-        "load_format": "dummy", "max_model_len": 512, "max_num_seqs": 8, "gpu_memory_utilization": 0.4, "skip_tokenizer_init": True,
-        "worker_extension_cls": EXTENSION, "enforce_eager": True,
+        "load_format": "dummy", "max_model_len": 512, "max_num_seqs": 8, "skip_tokenizer_init": True, "worker_extension_cls": EXTENSION,
+        "enforce_eager": True, **MEMORY,
     }  # fmt: skip
     torch.cuda.init()  # before the mask changes: this process goes on seeing all GPUs
     with environment({**ENVIRONMENT, "VLLM_USE_FLASHINFER_SAMPLER": "0"}), visible(devices):

@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(checkpoint: Path, extension: str) -> Iterator[Any]:
     """On GPU 1, loaded from disk with the weights of seed 2."""
-    llm = start(checkpoint, "1", load_format="auto", gpu_memory_utilization=0.1, enforce_eager=False, worker_extension_cls=extension)
+    llm = start(checkpoint, "1", load_format="auto", enforce_eager=False, worker_extension_cls=extension)
     llm.fresh = greedy(llm, PROMPTS)
     yield llm
     llm.llm_engine.engine_core.shutdown()

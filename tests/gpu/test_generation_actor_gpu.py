@@ -48,7 +48,7 @@ def actor(checkpoint: Path) -> Iterator[Any]:
         max_model_len=128,
         vllm_gpu_memory_utilization=0.1,
         tokenizer=Numbers(),
-        engine_args={"skip_tokenizer_init": True},
+        engine_args={"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 30},
         timeout=600.0,
     )
     yield engine

@@ -31,7 +31,7 @@ pytestmark = [
 def llm(checkpoint: Path) -> Iterator[Any]:
     """On GPU 0, loaded from disk with the weights of seed 2, with CUDA graphs and without a worker extension."""
     llm = start(
-        checkpoint, "0", load_format="auto", gpu_memory_utilization=0.1, enforce_eager=False, worker_extension_cls="",
+        checkpoint, "0", load_format="auto", enforce_eager=False, worker_extension_cls="",
         weight_transfer_config={"backend": "instep"},
     )  # fmt: skip
     llm.fresh = greedy(llm, PROMPTS)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import EXTENSION, PROMPTS, folder, greedy, model, start, visible
+from gpu_models import EXTENSION, MEMORY, PROMPTS, folder, greedy, model, start, visible
 
 from instep import WeightSync
 from instep.errors import InstepError
@@ -36,7 +36,7 @@ def used(sync: WeightSync) -> str:
 @pytest.fixture(scope="module")
 def other_gpu(checkpoint: Path) -> Iterator[Any]:
     """On GPU 1, loaded from disk."""
-    llm = start(checkpoint, "1", load_format="auto", gpu_memory_utilization=0.1, enforce_eager=False)
+    llm = start(checkpoint, "1", load_format="auto", enforce_eager=False)
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
@@ -110,7 +110,7 @@ FALLBACK = textwrap.dedent("""
     from instep import WeightSync
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     if __name__ == "__main__":
-        llm = start(folder("tiny"), "1", gpu_memory_utilization=0.1)
+        llm = start(folder("tiny"), "1")
         trainer = model("tiny", 1, "cuda:0")
         with WeightSync(trainer, [llm]) as sync:
             sync.push("one")
@@ -135,7 +135,7 @@ def test_expandable_segments_are_explained_and_nccl_is_taken(tmp_path: Path) -> 
 
 
 def test_two_workers_on_two_gpus_one_of_them_the_trainers(checkpoint: Path) -> None:
-    llm = start(checkpoint, load_format="auto", gpu_memory_utilization=0.1, enforce_eager=False, tensor_parallel_size=2)
+    llm = start(checkpoint, load_format="auto", enforce_eager=False, tensor_parallel_size=2)
     try:
         from_disk = greedy(llm, PROMPTS)
         trainer = model("tiny", 1, "cuda:0")
@@ -210,7 +210,7 @@ def test_pushes_for_half_a_minute_beside_requests_in_flight(checkpoint: Path) ->
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         torch.cuda.init()
         arguments = AsyncEngineArgs(
-            model=str(folder("tiny")), load_format="dummy", max_model_len=512, max_num_seqs=16, gpu_memory_utilization=0.1,
+            model=str(folder("tiny")), load_format="dummy", max_model_len=512, max_num_seqs=16, **MEMORY,
             skip_tokenizer_init=True, worker_extension_cls=EXTENSION, enforce_eager=False,
         )  # fmt: skip
         with visible("1"):

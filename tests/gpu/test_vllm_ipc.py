@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 @pytest.fixture(scope="module")
 def from_disk(checkpoint: Path) -> Iterator[Any]:
-    llm = start(checkpoint, load_format="auto", gpu_memory_utilization=0.1, enforce_eager=False)
+    llm = start(checkpoint, load_format="auto", enforce_eager=False)
     yield greedy(llm, PROMPTS)
     llm.llm_engine.engine_core.shutdown()
 
@@ -27,7 +27,7 @@ def from_disk(checkpoint: Path) -> Iterator[Any]:
 def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
-    llm = start(folder("tiny"), str(request.param), gpu_memory_utilization=0.1, enforce_eager=False)
+    llm = start(folder("tiny"), str(request.param), enforce_eager=False)
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
