@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 import torch
 
@@ -21,6 +22,8 @@ from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
 from instep.bench.waits import Late, bounded
 
+CALLS = 50
+
 
 class Benchmark:
     """say: is told of each result as it comes."""
@@ -34,6 +37,7 @@ class Benchmark:
         self.limits: list[Limit] = []
         self.rows: list[Row] = []
         self.copies: list[Copy] = []
+        self.calls: dict[str, float] = {}
         self.notes: list[str] = []
 
     def run(self, scratch: Path) -> Results:
@@ -45,7 +49,7 @@ class Benchmark:
             self.play(stage)
         for device in self.devices:  # last, and across GPUs last of all: a kernel that fails ends CUDA in this process
             self.attempt(f"copies to {device}", partial(self.copy_methods, device))
-        return Results(setting=self.setting, limits=self.limits, rows=self.rows, copies=self.copies, notes=self.notes)
+        return Results(setting=self.setting, limits=self.limits, rows=self.rows, copies=self.copies, calls=self.calls, notes=self.notes)
 
     def copy_limit(self, stage: Stage) -> None:
         self.found(copy_limit(stage.copy, stage.engine, self.trainer.device, stage.device, messages(self.trainer.nbytes)[-1]))
@@ -55,6 +59,10 @@ class Benchmark:
         for limit in broadcast_limits(name, subject, self.trainer.device, backend, self.trainer.nbytes):
             self.found(limit)
 
+    def empty_call(self, subject: Subject) -> None:
+        """What a push pays for each of its calls, whatever they do."""
+        self.calls[subject.name] = median(timed(subject.call, "pid") for _ in range(CALLS))
+
     def play(self, stage: Stage) -> None:
         """Every way of the stage becomes a row, whatever happens."""
         self.say(f"starting an engine on {stage.engine}")
@@ -62,6 +70,7 @@ class Benchmark:
         try:
             with stage.started() as subject:
                 bench = Bench(self.trainer, subject, self.repeats)
+                self.attempt("an empty call", partial(self.empty_call, subject))
                 if stage.broadcast is not None:
                     bench.lost = self.attempt(stage.broadcast[0], partial(self.broadcast_limits, *stage.broadcast, subject))
                 while waiting:
@@ -98,3 +107,10 @@ class Benchmark:
         medians = row.medians
         text = f"{time(medians['total'])}, paused {time(medians['pause'])}" if medians else f"failed: {row.error}"
         self.say(f"{row.way}, engine on {row.engine}: {text}")
+
+
+def timed(call: Callable[..., object], *arguments: object) -> float:
+    """Seconds."""
+    started = perf_counter()
+    call(*arguments)
+    return perf_counter() - started

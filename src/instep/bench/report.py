@@ -34,6 +34,7 @@ def tables(results: Results) -> str:
         ),
         _table(("limit", "engine", "message", "rate", "the model's bytes"), (_limit(limit, setting.nbytes) for limit in results.limits)),
         _table(("copies of one plan", "to", "regions", "time", "rate"), map(_copy, results.copies)),
+        "\n".join(f"an empty call to the engine on {engine}: {time(seconds)}" for engine, seconds in results.calls.items()),
         "\n".join(results.notes),
     ]
     return "\n\n".join(part for part in parts if part)

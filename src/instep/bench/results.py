@@ -78,6 +78,8 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     limits: list[Limit]
     rows: list[Row]
     copies: list[Copy]
+    calls: dict[str, float] = {}
+    """Seconds of a call to a worker that does nothing, by engine: a push makes five."""
     notes: list[str] = []
     """What could not be measured beside the rows, and why."""
 
