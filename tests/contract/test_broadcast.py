@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
@@ -21,7 +22,7 @@ from instep.errors import EngineLost, EngineTimeout, InstepError, SourceError, T
 from instep.source.module import MappingSource
 from instep.transport import broadcast, incoming
 from instep.transport.broadcast import Way
-from instep.transport.group import Group, find, serve
+from instep.transport.group import BACKENDS, Group, find, serve
 from instep.transport.tally import HostTally, Result
 
 CPU = torch.device("cpu")
@@ -37,19 +38,37 @@ def same(engine: MemoryEngine, weights: dict[str, torch.Tensor]) -> bool:
     return engine.fingerprint() == MemoryEngine(weights, tp=len(engine.hosts)).fingerprint()
 
 
+def test_processes_that_nccl_cannot_connect_are_told_what_they_differ_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen on two GPUs: NCCL itself says "unhandled cuda error"."""
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("unhandled cuda error")
+
+    monkeypatch.setitem(BACKENDS, "nccl", refuses)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    store = serve("127.0.0.1")
+    for key, theirs in (("differs", "unset"), ("alike", "0")):
+        other = PrefixStore(key, store)
+        other.set("group 1", "here")
+        other.set("settings 1", theirs)
+        with pytest.raises(TransportError, match="unhandled cuda error") as caught:
+            Group("nccl", store, key, 0, 2, CPU, 5)
+        assert ("differ in NCCL_CUMEM_ENABLE (0 / unset: set it alike" in str(caught.value)) == (key == "differs")
+
+
 def test_every_worker_of_every_engine_gets_the_bytes() -> None:
     engines = [MemoryEngine(checkpoint(0), name="a"), MemoryEngine(checkpoint(0), tp=2, name="b")]
     source = dict(checkpoint(1))
     with WeightSync(source, engines, transport="gloo") as sync:
         sync.push("one")
-        group = sync._session.transport.used.group  # type: ignore[union-attr]
+        used = sync._session.transport.used.group  # type: ignore[union-attr]
         assert all(same(engine, source) for engine in engines)
         source.update(checkpoint(2))
         receipt = sync.push("two")
         assert all(same(engine, source) for engine in engines)
         assert {engine.version for engine in engines} == {"two"}
         assert {receiver.history["two"] for engine in engines for receiver in engine.receivers} == {receipt.digest}
-        assert sync._session.transport.used.group is group  # type: ignore[union-attr]
+        assert sync._session.transport.used.group is used  # type: ignore[union-attr]
 
 
 def test_a_number_that_is_not_finite_is_named() -> None:

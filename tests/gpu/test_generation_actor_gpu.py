@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def actor(checkpoint: Path) -> Iterator[Any]:
     from instep.generation.ray import create_vllm_engines
 
     ray.init(include_dashboard=False, log_to_driver=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import this file
     (engine,) = create_vllm_engines(
         1,
         pretrain=str(checkpoint),

@@ -13,6 +13,7 @@ An actor that Ray has restarted waits for weights: `sync.catch_up()` brings it t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
@@ -30,11 +31,9 @@ from instep.generation.ray_actor import GROUPS, LLMRayActor
 from instep.generation.ray_queues import RolloutQueues
 from instep.generation.rewards import RewardConfig
 from instep.generation.types import GenerationResult, PromptRequest
+from instep.transport.group import both_ends
 
 __all__ = ["ActorManager", "GenerationResult", "LLMRayActor", "PromptRequest", "RewardConfig", "RolloutQueues", "create_vllm_engines"]
-
-ENGINE_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}
-"""As trainers set it: groups of NCCL need it to be equal at both ends."""
 
 
 def create_vllm_engines(
@@ -101,7 +100,7 @@ def create_vllm_engines(
                 where["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                     group, place.bundle or 0, placement_group_capture_child_tasks=True
                 )
-            variables = {"env_vars": {**ENGINE_ENVIRONMENT, **(environment or {})}}
+            variables = {"env_vars": {**both_ends(os.environ), **(environment or {})}}
             configured = kind.options(max_restarts=max_restarts, runtime_env=variables, num_cpus=place.cpus, num_gpus=place.gpus, **where)
             start = partial(start_vllm, pretrain, seed=seed + index, **arguments)
             engines.append(configured.remote(start, name=f"engine-{index}", **options))

@@ -36,6 +36,8 @@ def see_own_gpus(environment: MutableMapping[str, str], gpu_ids: Sequence[Any]) 
 class LLMRayActor:
     """An `LLMActor` in a Ray actor. Arguments are the same; an actor that Ray has restarted takes no prompt before it has the weights."""
 
+    name = "actor"  # Ray asks for the `repr` also where arguments could not be unpickled; one that fails hides why
+
     def __init__(self, start: Callable[[], Awaitable[Serving]], **options: Any) -> None:
         self.name = options.get("name", "actor")
         see_own_gpus(os.environ, ray.get_gpu_ids())

@@ -23,7 +23,14 @@ from instep.errors import TransportError
 GAVE_UP = "gave up"
 LOOK = 0.05  # seconds between two looks for a rank that gave up
 NEVER = timedelta(days=365)  # torch's own watchdog ends the whole process: deadlines are kept here instead
+CUMEM = "NCCL_CUMEM_ENABLE"
+"""How NCCL shares memory. It does not connect processes in which this is not the same."""
 QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+
+
+def both_ends(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the other processes of a group need of a trainer's environment."""
+    return {CUMEM: environment[CUMEM]} if CUMEM in environment else {}
 
 
 def serve(host: str, port: int = 0) -> Any:
@@ -75,13 +82,24 @@ class Group:
         self.started = time.monotonic()
         self._looked = 0.0
         try:
+            self.store.set(f"settings {rank}", os.environ.get(CUMEM, "unset"))
             self.meet("group")  # before any backend waits: the backends' own waits cannot be ended
             self._group = BACKENDS[backend](self.store, rank, size, store.host, timeout, device)
             first = torch.zeros(1, dtype=torch.uint8, device=device)
             self.wait(self.broadcast(first))  # NCCL connects with its first collective: here, where a deadline is kept
             self.settle()
         except Exception as error:
-            raise self._break("cannot form the group", error) from error
+            raise self._break("cannot form the group" + self._differences(), error) from error
+
+    def _differences(self) -> str:
+        """What may be why ranks cannot be connected."""
+        if self.backend != "nccl":
+            return ""
+        with suppress(Exception):
+            told = {self.store.get(f"settings {rank}").decode() for rank in range(self.size) if self.store.check([f"settings {rank}"])}
+            if len(told) > 1:
+                return f", whose processes differ in {CUMEM} ({' / '.join(sorted(told))}: set it alike in all of them)"
+        return ""
 
     def meet(self, place: str) -> None:
         """Waits until every rank is here. A broadcast is no such wait: its data runs ahead of ranks that have not come.
