@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from instep.bench.copies import METHODS, copies
+from instep.bench.copies import METHODS, copies, digest_alone
 from instep.bench.trainer import Trainer
 
 
@@ -15,3 +15,8 @@ def test_every_method_copies_every_region(device: int) -> None:
         pytest.skip("needs two GPUs")
     found = copies(Trainer("tiny", "cuda:0").tensors, torch.device("cuda", device), repeats=1)
     assert [(copy.method, copy.error) for copy in found] == [(method, None) for method in METHODS]
+
+
+def test_the_digest_alone_is_measured() -> None:
+    found = digest_alone(Trainer("tiny", "cuda:0").tensors, torch.device("cuda", 0), repeats=2)
+    assert len(found.seconds) == 2

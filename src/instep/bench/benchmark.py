@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from instep.bench.copies import copies
+from instep.bench.copies import copies, digest_alone
 from instep.bench.limits import broadcast_limits, copy_limit, messages
 from instep.bench.machine import setting
 from instep.bench.measure import Bench, failed
@@ -84,9 +84,14 @@ class Benchmark:
 
     def copy_methods(self, device: str) -> None:
         for copy in copies(self.trainer.tensors, torch.device(device), self.repeats):
-            self.copies.append(copy)
-            self.say(f"{copy.method} to {copy.to}: {copy.error or time(median(copy.seconds))}")
+            self.copied(copy)
+        if device == self.trainer.device != "cpu":
+            self.copied(digest_alone(self.trainer.tensors, torch.device(device), self.repeats))
         trim()
+
+    def copied(self, copy: Copy) -> None:
+        self.copies.append(copy)
+        self.say(f"{copy.method} to {copy.to}: {copy.error or time(median(copy.seconds))}")
 
     def attempt(self, what: str, call: Callable[[], object]) -> str | None:
         """What cannot be measured is noted. Returns why, if something still hangs."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from instep.bench.results import Copy
 from instep.bench.trainer import synchronize
+from instep.digest_cuda import Table, in_one
 from instep.engine.memory_host import MemoryHost
 from instep.protocol import Route, TensorMeta, dtype_name
 from instep.receiver.apply import holds, view
@@ -59,25 +61,43 @@ def copies(tensors: Tensors, device: torch.device, repeats: int) -> list[Copy]:
     return [measure(name, method, plan, repeats) for name, method in METHODS.items() if device.type == "cuda" or method not in ON_GPUS]
 
 
+def digest_alone(tensors: Tensors, device: torch.device, repeats: int) -> Copy:
+    """What a trainer adds up of its tensors, which are on `device`, for each push. Nothing is moved."""
+    metas = [TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    table = Table([in_one(tensors[meta.name].data_ptr(), meta, slot) for slot, meta in enumerate(metas)], len(metas), device, copy=False)
+
+    def sums() -> None:
+        table.launch()
+        table.result()
+
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    return Copy(method="digest alone", to=str(device), regions=len(metas), nbytes=nbytes, seconds=_seconds(sums, repeats))
+
+
+def _seconds(call: Callable[[], object], repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(WARM_UPS + repeats):
+        synchronize()
+        started = time.perf_counter()
+        call()
+        synchronize()
+        seconds.append(time.perf_counter() - started)
+    return seconds[WARM_UPS:]
+
+
 def measure(name: str, method: Method, plan: Plan, repeats: int) -> Copy:
     nbytes = sum(view(plan.live[route.param], route.target).nbytes for route in plan.routes)
-    found = Copy(method=name, to=str(plan.device), regions=len(plan.routes), nbytes=nbytes, seconds=[])
+    found = partial(Copy, method=name, to=str(plan.device), regions=len(plan.routes), nbytes=nbytes)
     try:
         copy = method(plan)
         torch._foreach_zero_(list({tensor.data_ptr(): tensor for tensor in plan.live.values()}.values()))
-        for run in range(WARM_UPS + repeats):
-            synchronize()
-            started = time.perf_counter()
-            copy()
-            synchronize()
-            if run >= WARM_UPS:
-                found.seconds.append(time.perf_counter() - started)
+        seconds = _seconds(copy, repeats)
         wrong = [route.param for route in plan.routes if not holds(plan.live[route.param], route, plan.tensors)]
         if wrong:
             raise NotCopied(f"{wrong[0]} does not hold the tensor's bytes afterwards")
     except Exception as error:
-        return Copy(method=name, to=found.to, regions=found.regions, nbytes=nbytes, error=f"{type(error).__name__}: {error}")
-    return found
+        return found(error=f"{type(error).__name__}: {error}")
+    return found(seconds=seconds)
 
 
 def loop(plan: Plan) -> Callable[[], object]:
