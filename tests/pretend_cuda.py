@@ -1,12 +1,15 @@
-"""CUDA IPC without a GPU: memory of this process stands for that of a card, addresses for mapped ones, and numpy does what the kernel does.
+"""CUDA IPC without a GPU: memory of processes stands for that of cards, addresses for mapped ones, and numpy does what the kernel does.
 
-What is proved with it is everything around the kernel: which addresses are read and written when, and which sums are told.
+What is proved with it is everything around the kernel: which addresses are read and written when, and which sums are told. A handle names
+a process and an address in it; what lies in another process is read through the kernel, as the copy of a card would read it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,25 +19,36 @@ import torch
 from instep.digest import BLOCK_WORDS, MASK, inner_weights, mix
 from instep.digest_cuda import EXPONENTS, Run
 from instep.receiver import pull, stream
-from instep.transport import driver, ipc, tally
+from instep.transport import driver, exposed, ipc, ipc_reader, tally
 
 PAGE = 1 << 21
 """Of a pretended allocation: as in PyTorch's allocator, many tensors share one, and some move within it."""
+OWN = 1 << 47
+"""Addresses of a process are below. Above, the process that an address belongs to is part of it."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+SET_TRACER, ANYBODY = 0x59616D61, -1
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    LIBC.prctl(SET_TRACER, ctypes.c_ulong(ANYBODY), 0, 0, 0)  # where processes may otherwise not read each other
     monkeypatch.setattr(ipc.IpcTransport, "consider", lambda self, device, workers: None)
     monkeypatch.setattr(driver, "allocation", lambda address: (address // PAGE * PAGE, PAGE))
-    monkeypatch.setattr(driver, "share", lambda base: base.to_bytes(driver.HANDLE_BYTES, "little"))
-    monkeypatch.setattr(driver, "attach", lambda handle: int.from_bytes(handle, "little"))
+    monkeypatch.setattr(driver, "share", lambda base: b"%d %d" % (os.getpid(), base))
+    monkeypatch.setattr(driver, "attach", attach)
     monkeypatch.setattr(driver, "detach", lambda address: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    for module in (ipc, pull, stream, tally):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for module in (exposed, ipc_reader, pull, stream, tally):
         monkeypatch.setattr(module, "Table", Table)
     for module in (stream, tally):
         monkeypatch.setattr(module, "added", added)
-    monkeypatch.setattr(ipc, "OPENED", {})
-    monkeypatch.setattr(ipc, "current_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ipc_reader, "OPENED", {})
+    monkeypatch.setattr(ipc_reader, "current_gpu", lambda: torch.device("cpu"))
+
+
+def attach(handle: bytes) -> int:
+    process, base = map(int, handle.split())
+    return base if process == os.getpid() else process * OWN + base
 
 
 class Table:
@@ -50,15 +64,17 @@ class Table:
     def launch(self) -> None:
         self.sums, self.flags = [0] * self.slots, [False] * self.slots
         for run in self.runs:
-            at = np.add.outer(np.arange(run.rows) * run.source_stride, np.arange(run.row_words)).reshape(-1)
-            to = np.add.outer(np.arange(run.rows) * run.target_stride, np.arange(run.row_words)).reshape(-1)
+            at, to, position = (
+                np.add.outer(np.arange(run.rows) * stride, np.arange(run.row_words)).reshape(-1)
+                for stride in (run.source_stride, run.target_stride, run.position_stride)
+            )
             if not at.size:
                 continue
-            words = _memory(run.source, int(at.max()) + 1)[at]
+            words = _words(run.source, int(at.max()) + 1)[at]
             if self.copy:
                 _memory(run.target, int(to.max()) + 1)[to] = words
                 Table.moved.append(run)
-            position = (at + run.position).astype(np.uint64)
+            position = (position + run.position).astype(np.uint64)
             outer = mix(position // np.uint64(BLOCK_WORDS) + np.uint64(run.seed)) | np.uint64(1)
             folded = words + (words >> np.uint64(32))
             self.sums[run.slot] += int((folded * outer * inner_weights()[position % np.uint64(BLOCK_WORDS)]).sum())
@@ -78,3 +94,19 @@ def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
 
 def _memory(address: int, words: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(address))
+
+
+class _Stretch(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+
+
+def _words(address: int, words: int) -> Any:
+    """Words of this process or of another one."""
+    process, there = divmod(address, OWN)
+    if not process:
+        return _memory(address, words)
+    found = np.empty(words, np.uint64)
+    here, far = _Stretch(found.ctypes.data, found.nbytes), _Stretch(there, found.nbytes)
+    read = LIBC.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(far), 1, 0)
+    assert read == found.nbytes, os.strerror(ctypes.get_errno())
+    return found

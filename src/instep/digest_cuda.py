@@ -1,7 +1,7 @@
 """The digest of `digest.py` on a GPU, fused with the copy that it proves: each word is read once, written once, and added up on the way.
 
-One kernel launch works through a table of routes. A route is `rows` runs of `row_words` 64-bit words, a constant stride apart in source and
-target; a program takes a tile of one of them.
+One kernel launch works through a table of routes. A route is `rows` runs of `row_words` 64-bit words, a constant stride apart in source,
+target and tensor; a program takes a tile of one of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ EXPONENTS = {
 class Run:
     """One route in words of 8 bytes: addresses in bytes, strides and positions in words.
 
-    position: index of the first word in its tensor's flat space. slot: which of the sums it adds to. dtype: of its elements, by name.
+    position: index of the first word in its tensor's flat space, and position_stride from there to the first word of the next row.
+    slot: which of the sums it adds to. dtype: of its elements, by name.
     """
 
     source: int
@@ -49,6 +50,7 @@ class Run:
     source_stride: int
     target_stride: int
     position: int
+    position_stride: int
     seed: int
     slot: int
     dtype: str
@@ -58,7 +60,7 @@ def in_one(address: int, meta: TensorMeta, slot: int, *, start: int = 0, stop: i
     """The run of bytes `start` (a whole number of words) to `stop` of a tensor, which lie at `address` in one piece. target: where they are
     moved to, an address. The bytes are padded to whole words."""
     words = -(-((meta.nbytes if stop is None else stop) - start) // 8)
-    return Run(address, target, 1, words, words, words, start // 8, seed_of(meta), slot, meta.dtype)
+    return Run(address, target, 1, words, words, words, start // 8, words, seed_of(meta), slot, meta.dtype)
 
 
 class Table:
@@ -71,7 +73,8 @@ class Table:
         starts = np.cumsum([0, *tiles])
         rows = [
             (
-                *(r.source, r.target, r.rows, r.row_words, r.source_stride, r.target_stride, r.position, r.seed, r.slot, int(start)),
+                *(r.source, r.target, r.rows, r.row_words, r.source_stride, r.target_stride, r.position, r.position_stride),
+                *(r.seed, r.slot, int(start)),
                 *EXPONENTS.get(r.dtype, (0, 0, 0)),
             )
             for r, start in zip(runs, starts, strict=False)
@@ -119,7 +122,7 @@ def warm_up(device: torch.device) -> None:
     if device.type != "cuda":
         return
     words = torch.zeros(2, dtype=torch.int64, device=device)
-    run = Run(words.data_ptr(), words.data_ptr() + 8, 1, 1, 1, 1, 0, 0, 0, "bfloat16")
+    run = Run(words.data_ptr(), words.data_ptr() + 8, 1, 1, 1, 1, 0, 1, 0, 0, "bfloat16")
     for copy in (True, False):
         Table([run], 1, device, copy=copy).launch()
     torch.cuda.synchronize(device)

@@ -27,13 +27,13 @@ def move(runs, of_tile, weights, sums, flags, COPY: tl.constexpr, TILE: tl.const
     """
     tile = tl.program_id(0)
     lane = tl.arange(0, TILE)
-    run = runs + tl.load(of_tile + tile) * 13
+    run = runs + tl.load(of_tile + tile) * 14
     source = tl.load(run).to(tl.pointer_type(tl.int64))
     target = tl.load(run + 1).to(tl.pointer_type(tl.int64))
     rows, row_words = tl.load(run + 2), tl.load(run + 3)
-    position, seed, slot = tl.load(run + 6), tl.load(run + 7), tl.load(run + 8)
-    mask, lowest, carry = tl.load(run + 10), tl.load(run + 11), tl.load(run + 12)
-    first = (tile - tl.load(run + 9)) * TILE
+    position, seed, slot = tl.load(run + 6), tl.load(run + 8), tl.load(run + 9)
+    mask, lowest, carry = tl.load(run + 11), tl.load(run + 12), tl.load(run + 13)
+    first = (tile - tl.load(run + 10)) * TILE
     index = first + lane
     start = position + first
     if (rows == 1) & (start % TILE == 0):  # contiguous, and within one block of the digest
@@ -45,11 +45,10 @@ def move(runs, of_tile, weights, sums, flags, COPY: tl.constexpr, TILE: tl.const
         inside = index < rows * row_words
         row = index // row_words
         column = index % row_words
-        from_source = row * tl.load(run + 4) + column
-        word = tl.load(source + from_source, mask=inside, other=0)
+        word = tl.load(source + row * tl.load(run + 4) + column, mask=inside, other=0)
         if COPY:
             tl.store(target + row * tl.load(run + 5) + column, word, mask=inside)
-        at = position + from_source
+        at = position + row * tl.load(run + 7) + column
         total = tl.sum(fold(word) * mix(seed + at // BLOCK) * tl.load(weights + at % BLOCK))
     tl.atomic_add(sums + slot, total)
     # An exponent of ones carries into the sign's place when its lowest bit is added.

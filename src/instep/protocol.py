@@ -92,11 +92,24 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     """Layers whose writes cannot be expressed as copies, with the reason. They always use the reload session."""
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a part of a tensor lies: `rows` rows of `row` elements. Row `i` begins at element `target + i * target_stride` of the tensor.
+    In memory the first begins at byte `at` of allocation `handle`, each `source_stride` elements after the one before it."""
+
+    handle: int
+    at: int
+    rows: int
+    row: int
+    target: int
+    target_stride: int
+    source_stride: int
+
+
 class Location(msgspec.Struct, frozen=True):
     """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes.
 
-    Where memory is shared in several allocations, `handle_of` says in which of `handles` a tensor lies. Where the version is sent in
-    buckets of `bucket` bytes, `ranks` has each worker's rank in the group, by its incarnation.
+    Where memory is shared in several allocations, `places` says in which of `handles` the parts of each tensor lie. Where the version is
+    sent in buckets of `bucket` bytes, `ranks` has each worker's rank in the group, by its incarnation.
     """
 
     transport: str
@@ -104,7 +117,7 @@ class Location(msgspec.Struct, frozen=True):
     nbytes: int
     offsets: dict[str, int]
     handles: list[bytes] = []
-    handle_of: dict[str, int] = {}
+    places: dict[str, list[Place]] = {}
     bucket: int = 0
     ranks: dict[str, int] = {}
     sending: str = ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from instep.digest import MASK, digest, seed_of
-from instep.digest_cuda import Run, Table
+from instep.digest_cuda import Run, Table, in_one
 from instep.protocol import TensorMeta
 
 
@@ -19,8 +19,7 @@ def meta_of(tensor: torch.Tensor, name: str = "w") -> TensorMeta:
 def test_whole_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.randn(shape, device="cuda").to(dtype)
     meta = meta_of(tensor)
-    words = meta.nbytes // 8
-    table = Table([Run(tensor.data_ptr(), 0, 1, words, words, words, 0, seed_of(meta), 0, meta.dtype)], 1, tensor.device, copy=False)
+    table = Table([in_one(tensor.data_ptr(), meta, 0)], 1, tensor.device, copy=False)
     table.launch()
     assert (seed_of(meta) + table.result()[0][0]) & MASK == digest(tensor.cpu(), meta)
 
@@ -30,12 +29,29 @@ def test_column_slices_add_up_and_are_moved() -> None:
     meta = meta_of(tensor)
     parts = [torch.zeros(300, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     seed = seed_of(meta)
-    runs = [Run(tensor.data_ptr() + 1024 * i, parts[i].data_ptr(), 300, 128, 256, 128, 128 * i, seed, 0, meta.dtype) for i in range(2)]
+    places = [(tensor.data_ptr() + 1024 * i, parts[i].data_ptr()) for i in range(2)]
+    runs = [Run(source, target, 300, 128, 256, 128, 128 * i, 256, seed, 0, meta.dtype) for i, (source, target) in enumerate(places)]
     table = Table(runs, 1, tensor.device, copy=True)
     table.launch()
     assert (seed + table.result()[0][0]) & MASK == digest(tensor.cpu(), meta)
     assert torch.equal(parts[0], tensor[:, :512])
     assert torch.equal(parts[1], tensor[:, 512:])
+
+
+def test_column_shards_are_moved_to_where_they_belong_and_add_up() -> None:
+    """Rows that lie one after the other in memory, but not in the tensor."""
+    tensor = torch.randn(300, 1024, device="cuda").to(torch.bfloat16)
+    meta, whole = meta_of(tensor), torch.zeros_like(tensor)
+    shards = [tensor[:, :640].contiguous(), tensor[:, 640:].contiguous()]
+    seed = seed_of(meta)
+    runs = [
+        Run(shard.data_ptr(), whole.data_ptr() + 8 * at, 300, words, words, 256, at, 256, seed, 0, meta.dtype)
+        for shard, at, words in zip(shards, (0, 160), (160, 96), strict=True)
+    ]
+    table = Table(runs, 1, tensor.device, copy=True)
+    table.launch()
+    assert (seed + table.result()[0][0]) & MASK == digest(tensor.cpu(), meta)
+    assert torch.equal(whole, tensor)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -44,8 +60,7 @@ def test_numbers_that_are_not_finite_are_found(dtype: torch.dtype, value: float)
     tensors = [torch.randn(5000, 4, device="cuda").to(dtype) for _ in range(2)]
     tensors[0][-1, 0] = torch.finfo(dtype).max
     tensors[1][4321, 3] = value
-    words = tensors[0].nbytes // 8
-    runs = [Run(t.data_ptr(), 0, 1, words, words, words, 0, 1, slot, meta_of(t).dtype) for slot, t in enumerate(tensors)]
+    runs = [in_one(t.data_ptr(), meta_of(t), slot) for slot, t in enumerate(tensors)]
     table = Table(runs, 2, tensors[0].device, copy=False)
     table.launch()
     assert table.result()[1] == [False, True]

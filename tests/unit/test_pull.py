@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from instep.plan.overlap import Rows, contiguous
 from instep.plan.region import whole
 from instep.protocol import Region, Route, TensorMeta
 from instep.receiver.copies import Copies
@@ -30,7 +31,11 @@ def decided(*routes: Route, others: frozenset[str] = frozenset()) -> Moves:
     model = nn.Module()
     model.p, model.q = (nn.Parameter(torch.zeros(6, 6, dtype=torch.bfloat16)) for _ in range(2))
     model.v = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
-    return moves(Copies(model, frozenset(), routes, others), METAS, lambda meta: FIRST if meta.name == "w" else 2 * FIRST)
+    return moves(Copies(model, frozenset(), routes, others), METAS, places)
+
+
+def places(meta: TensorMeta) -> list[Rows]:
+    return [contiguous(meta.nbytes // 8, (FIRST if meta.name == "w" else 2 * FIRST) // 8)]
 
 
 def summed(made: Moves, name: str) -> list[tuple[int, int]]:

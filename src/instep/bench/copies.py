@@ -15,6 +15,7 @@ from instep.bench.results import Copy
 from instep.bench.trainer import synchronize
 from instep.digest_cuda import Table, in_one
 from instep.engine.memory_host import MemoryHost
+from instep.plan.overlap import Rows, contiguous
 from instep.protocol import Route, TensorMeta, dtype_name
 from instep.receiver.apply import holds, view
 from instep.receiver.copies import Copies, live_tensors
@@ -152,8 +153,8 @@ class _OneProcess:
         there = next(iter(plan.tensors.values())).device
         torch.empty(1, device=plan.device).to(there)  # PyTorch lets a GPU reach another one when it first copies to it
 
-    def address(self, meta: TensorMeta) -> int:
-        return self.plan.tensors[meta.name].data_ptr()
+    def places(self, meta: TensorMeta) -> list[Rows]:
+        return [contiguous(-(-meta.nbytes // 8), self.plan.tensors[meta.name].data_ptr() // 8)]
 
 
 Method = Callable[[Plan], Callable[[], object]]

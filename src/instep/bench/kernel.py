@@ -9,11 +9,11 @@ import triton.language as tl
 def copy(runs, of_tile, TILE: tl.constexpr):
     """Moves a tile of TILE words. The columns of `runs` are those of `digest_cuda.Table`."""
     tile = tl.program_id(0)
-    run = runs + tl.load(of_tile + tile) * 13
+    run = runs + tl.load(of_tile + tile) * 14
     source = tl.load(run).to(tl.pointer_type(tl.int64))
     target = tl.load(run + 1).to(tl.pointer_type(tl.int64))
     rows, row_words = tl.load(run + 2), tl.load(run + 3)
-    index = (tile - tl.load(run + 9)) * TILE + tl.arange(0, TILE)
+    index = (tile - tl.load(run + 10)) * TILE + tl.arange(0, TILE)
     if rows == 1:
         word = tl.load(source + index, mask=index < row_words, other=0)
         tl.store(target + index, word, mask=index < row_words)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from instep.digest import MASK, digest, seed_of
-from instep.digest_cuda import Run, Table
+from instep.digest_cuda import Table, in_one
 from instep.errors import DigestMismatch, PlanError, TransportError
 from instep.protocol import ITEM_BYTES, TensorMeta, dtype_name
 from instep.transport.group import Group, find, serve
@@ -140,10 +140,9 @@ def sum_of(tensor: torch.Tensor, meta: TensorMeta) -> int:
     """The digest of a contiguous tensor, taken where it lies."""
     if not tensor.is_cuda or not tensor.nbytes or tensor.nbytes % 8 or tensor.data_ptr() % 8:
         return digest(tensor, meta)
-    words, seed = tensor.nbytes // 8, seed_of(meta)
-    table = Table([Run(tensor.data_ptr(), 0, 1, words, words, words, 0, seed, 0, meta.dtype)], 1, tensor.device, copy=False)
+    table = Table([in_one(tensor.data_ptr(), meta, 0)], 1, tensor.device, copy=False)
     table.launch()
-    return (seed + table.result()[0][0]) & MASK
+    return (seed_of(meta) + table.result()[0][0]) & MASK
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:

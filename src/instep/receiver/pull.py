@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from instep.digest import seed_of
 from instep.digest_cuda import Run, Table
+from instep.plan.overlap import Rows, common
 from instep.plan.region import rows_of
 from instep.plan.routes import apart, reads
 from instep.protocol import ITEM_BYTES, Route, TensorMeta
 from instep.receiver.apply import copy_regions
 from instep.receiver.copies import Copies
-from instep.transport.ipc import IpcReader
+from instep.transport.exposed import run_of
+from instep.transport.ipc_reader import IpcReader
 
 
 @dataclass(slots=True)
@@ -32,8 +33,8 @@ class Moves:
         return self.slots - 1
 
 
-def moves(copies: Copies, metas: Mapping[str, TensorMeta], address: Callable[[TensorMeta], int]) -> Moves:
-    """address: of a tensor's first byte. A tensor is odd if any of its routes is no whole number of words, or if routes overlap."""
+def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Callable[[TensorMeta], list[Rows]]) -> Moves:
+    """places: of a tensor, all of it, in words. A tensor is odd if any of its routes is no whole number of words, or if routes overlap."""
     made = Moves()
     of_tensor: dict[str, list[Route]] = defaultdict(list)
     for route in copies.routes:
@@ -43,16 +44,18 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], address: Callable[[Te
     others = {metas[name].alias_of or name for name in (metas if copies.others is None else copies.others)}
     for name, routes in of_tensor.items():
         meta, slot = metas[name], made.slot()
-        runs = [_run(route, copies.live[route.param].data_ptr(), meta, address(meta), slot) for route in routes]
-        whole_words = [run for run in runs if run is not None]
-        if len(whole_words) < len(runs) or not apart(regions[name], meta.shape):
+        rows = [_rows(route, meta, copies.live[route.param].data_ptr()) for route in routes]
+        whole_words = [some for some in rows if some is not None]
+        if len(whole_words) < len(rows) or not apart(regions[name], meta.shape):
             made.odd[name] = routes
             continue
         once = set()
-        for route, run in zip(routes, whole_words, strict=True):
+        for route, into in zip(routes, whole_words, strict=True):
             # The same bytes a second time (a tied pair kept apart) are moved, and not counted twice.
-            made.runs.append(run if route.source not in once else replace(run, slot=made.slot()))
+            counted = slot if route.source not in once else made.slot()
             once.add(route.source)
+            for place in places(meta):
+                made.runs += [run_of(theirs, meta, counted, into=mine) for mine, theirs in common(into, place)]
         if name not in others:  # what other layers read of it is not summed up here
             made.parts[name] = slot
     return made
@@ -63,7 +66,7 @@ class Puller:
 
     def __init__(self, copies: Copies, metas: Mapping[str, TensorMeta], reader: IpcReader) -> None:
         self.copies = copies
-        self.moves = moves(copies, metas, reader.address)
+        self.moves = moves(copies, metas, reader.places)
         self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
 
     def pull(self, metas: Mapping[str, TensorMeta], reader: IpcReader) -> dict[str, int]:
@@ -76,13 +79,11 @@ class Puller:
         return {name: sums[slot] for name, slot in self.moves.parts.items()}
 
 
-def _run(route: Route, target: int, meta: TensorMeta, address: int, slot: int) -> Run | None:
+def _rows(route: Route, meta: TensorMeta, target: int) -> Rows | None:
+    """What a route writes, in words. target: address of the parameter."""
     assert route.source is not None
-    size = ITEM_BYTES[meta.dtype]
-    rows = rows_of(route.source, route.target)
-    at, to = address + size * route.source.offset, target + size * route.target.offset
-    if rows is None or any(value % 8 for value in (at, to, *(size * value for value in (route.source.offset, *rows[1:])))):
+    found = rows_of(route.source, route.target)
+    if found is None:
         return None
-    count, row, source_stride, target_stride = rows
-    words = [size * value // 8 for value in (row, source_stride, target_stride, route.source.offset)]
-    return Run(at, to, count, words[0], words[1], words[2], words[3], seed_of(meta), slot, meta.dtype)
+    count, row, source_stride, target_stride = found
+    return Rows(count, row, route.source.offset, source_stride, route.target.offset, target_stride).in_words(ITEM_BYTES[meta.dtype], target)

@@ -15,6 +15,7 @@ import torch
 
 from instep.digest_cuda import Run, Table, added, in_one
 from instep.plan.buckets import cut, pieces
+from instep.plan.overlap import contiguous
 from instep.protocol import Manifest, TensorMeta
 from instep.receiver.apply import Applier, copy_regions
 from instep.receiver.arrival import Proof, check_places
@@ -46,7 +47,7 @@ class Scatter:
     def __init__(self, copies: Copies, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> None:
         self.bucket = manifest.location.bucket
         self.metas = {meta.name: meta for meta in manifest.tensors}
-        self.moves = moves(copies, self.metas, lambda meta: manifest.location.offsets[meta.name])
+        self.moves = moves(copies, self.metas, lambda meta: [contiguous(-(-meta.nbytes // 8), manifest.location.offsets[meta.name] // 8)])
         names = self.metas if copies.others is None else copies.others
         self.aside = {self.metas[name].alias_of or name for name in names} | self.moves.odd.keys()
         self.pieces = [

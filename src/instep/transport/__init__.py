@@ -5,7 +5,8 @@ and a new engine catches up by opening the current version.
 
     shm.py        POSIX shared memory, for engines on the trainer's host
     http.py       HTTP, where nothing faster reaches an engine; http_reader.py is the workers' side
-    ipc.py        CUDA IPC, for trainer and engines on GPUs of one host; driver.py is what it asks of CUDA
+    ipc.py        CUDA IPC, for trainer and engines on GPUs of one host; ipc_reader.py is the workers' side
+    exposed.py    what one process of a trainer shares of its GPU memory; driver.py is what that asks of CUDA
 
 Broadcast: the trainer sends to all workers at once, bucket by bucket. For engines on other hosts.
 
@@ -123,7 +124,7 @@ def open_location(manifest: Manifest, me: Me) -> Any:
     """The reader for a manifest. Raises `TransportError` where it cannot be opened from this process."""
     from instep.transport.http_reader import HttpReader
     from instep.transport.incoming import StagedReader, StreamReader
-    from instep.transport.ipc import IpcReader
+    from instep.transport.ipc_reader import IpcReader
     from instep.transport.shm import ShmReader
 
     readers = {"shm": ShmReader, "ipc": IpcReader, "gloo": StagedReader, "nccl": StreamReader, "http": HttpReader}

@@ -1,0 +1,131 @@
+"""What one process of a trainer shares of its GPU memory over CUDA IPC: parts of tensors, where they lie."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from msgspec import structs
+
+from instep.digest import seed_of
+from instep.digest_cuda import Run, Table
+from instep.errors import TransportError
+from instep.plan.overlap import Rows
+from instep.plan.shards import Piece
+from instep.protocol import ITEM_BYTES, Location, Place, TensorMeta, dtype_name, encode
+from instep.transport import driver
+
+EXPANDABLE = (
+    "its memory is in expandable segments, which cannot be shared: unset expandable_segments in PYTORCH_ALLOC_CONF "
+    "(or PYTORCH_CUDA_ALLOC_CONF) of the trainer"
+)
+
+
+class Part(NamedTuple):
+    """A piece of a tensor, and the memory of this process, flat, whose elements `piece.source` counts."""
+
+    meta: TensorMeta
+    memory: torch.Tensor
+    piece: Piece
+
+    @property
+    def address(self) -> int:
+        """Of its first element."""
+        return self.memory.data_ptr() + ITEM_BYTES[self.meta.dtype] * self.piece.source
+
+    def readable(self, device: torch.device) -> bool:
+        """Whether others can read it where it lies: on this GPU, in the dtype to send, in whole words of 8 bytes."""
+        memory, piece, size = self.memory, self.piece, ITEM_BYTES[self.meta.dtype]
+        if memory.device != device or dtype_name(memory.dtype) != self.meta.dtype or self.address % 8:
+            return False
+        return not any(size * number % 8 for number in (piece.row, piece.target, piece.target_stride, piece.source_stride))
+
+
+def whole(meta: TensorMeta, memory: torch.Tensor) -> Part:
+    """All of a tensor, at the beginning of `memory`. Its last word may reach beyond it, if there are zeros."""
+    return Part(meta, memory, Piece(meta.name, meta.name, 1, meta.numel, 0, meta.numel, 0, meta.numel))
+
+
+def place_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for as long as a tensor lies where it lay."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What a process shares: handles of its allocations, and where in them the parts of tensors lie."""
+
+    handles: list[bytes]
+    places: dict[str, list[Place]]
+
+
+class Exposed:
+    """Parts that lie on one GPU of this process, good for as long as they lie where they lay. Keeps their memory.
+
+    known: handles of allocations, by base address. Raises `TransportError` where memory cannot be shared.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device, known: Mapping[int, bytes]) -> None:
+        self.parts = parts
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)  # makes the context current in this thread before the driver is called
+            bases = {address: driver.allocation(address)[0] for address in dict.fromkeys(part.memory.data_ptr() for part in parts)}
+            self.handles = {base: known.get(base) or _handle(base) for base in bases.values()}
+        order = {base: index for index, base in enumerate(self.handles)}
+        places: dict[str, list[Place]] = {}
+        runs = []
+        for part in parts:
+            base, piece = bases[part.memory.data_ptr()], part.piece
+            numbers = (piece.rows, piece.row, piece.target, piece.target_stride, piece.source_stride)
+            places.setdefault(part.meta.name, []).append(place := Place(order[base], part.address - base, *numbers))
+            runs.append(run_of(rows_of(place, part.meta, base), part.meta, len(places) - 1))
+        self.offer = Offer(list(self.handles.values()), places)
+        self.table = Table(runs, len(places), device, copy=False)
+        self.device = device
+
+    def launch(self) -> None:
+        """Waits for the trainer's work, before anybody reads; then sums up the very memory that workers will read."""
+        torch.cuda.synchronize(self.device)
+        self.table.launch()
+
+    def result(self) -> dict[str, tuple[int, bool]]:
+        """Waits. Of each tensor the sum over its parts, without the seed, and whether they hold a number that is not finite."""
+        return dict(zip(self.offer.places, zip(*self.table.result(), strict=True), strict=True))
+
+
+def located(tensors: Sequence[TensorMeta], offers: Iterable[Offer]) -> Location:
+    """Of a version whose parts are in these offers. Another address for other places: workers keep what they have worked out for one."""
+    order: dict[bytes, int] = {}
+    places: dict[str, list[Place]] = {}
+    for offer in offers:
+        numbers = [order.setdefault(handle, len(order)) for handle in offer.handles]
+        for name, some in offer.places.items():
+            places.setdefault(name, []).extend(structs.replace(place, handle=numbers[place.handle]) for place in some)
+    nbytes = sum(meta.nbytes for meta in tensors if not meta.alias_of)
+    location = Location("ipc", "", nbytes, {}, handles=list(order), places=places, live=True)
+    return structs.replace(location, address=hashlib.blake2b(encode(location), digest_size=16).hexdigest())
+
+
+def rows_of(place: Place, meta: TensorMeta, base: int) -> Rows:
+    """A place in words, its end padded to a whole one. base: address of its allocation in this process."""
+    size = ITEM_BYTES[meta.dtype]
+    row, target, target_stride, source_stride = (
+        -(-size * number // 8) for number in (place.row, place.target, place.target_stride, place.source_stride)
+    )
+    return Rows(place.rows, row, target, target_stride, (base + place.at) // 8, source_stride)
+
+
+def run_of(rows: Rows, meta: TensorMeta, slot: int, into: Rows | None = None) -> Run:
+    """rows: of words to read. into: the same rows where they are moved to."""
+    target, stride = (0, 0) if into is None else (8 * into.place, into.place_stride)
+    source = 8 * rows.place
+    return Run(source, target, rows.count, rows.length, rows.place_stride, stride, rows.at, rows.stride, seed_of(meta), slot, meta.dtype)
+
+
+def _handle(base: int) -> bytes:
+    try:
+        return driver.share(base)
+    except TransportError as error:
+        raise TransportError(f"the trainer's GPU memory cannot be shared: {EXPANDABLE} ({error.args[0]})") from error

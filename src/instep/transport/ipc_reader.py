@@ -1,0 +1,75 @@
+"""CUDA IPC, a worker's side: opens handles of a trainer's memory, and pulls what it needs straight out of it."""
+
+from __future__ import annotations
+
+import torch
+
+from instep.digest_cuda import Table
+from instep.errors import TransportError
+from instep.plan.overlap import Rows
+from instep.protocol import Manifest, TensorMeta
+from instep.transport import Me, driver
+from instep.transport.exposed import rows_of, run_of
+
+OPENED: dict[bytes, int] = {}
+"""Handles that this process has mapped, and where. Opening one twice in a process is an error of the driver."""
+
+
+def current_gpu() -> torch.device:
+    """Of this worker. Raises `TransportError` where it has none."""
+    if not torch.cuda.is_available():
+        raise TransportError("this worker has no GPU: CUDA IPC cannot reach it")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class IpcReader:
+    """On the worker's current device. Addresses stay mapped from version to version, in `OPENED`."""
+
+    arrived = fetches = split = False
+
+    def __init__(self, manifest: Manifest, _: Me) -> None:
+        self.device = current_gpu()
+        self.location = manifest.location
+        self.metas = {meta.name: meta for meta in manifest.tensors}
+        if new := [handle for handle in self.location.handles if handle not in OPENED]:
+            torch.cuda.synchronize(self.device)  # makes the context current before the driver is called
+            for handle in new:
+                OPENED[handle] = _attach(handle)
+        for handle in OPENED.keys() - set(self.location.handles):
+            driver.detach(OPENED.pop(handle))
+        self.bases = [OPENED[handle] for handle in self.location.handles]
+        self.sums: dict[str, int] = {}
+
+    def places(self, meta: TensorMeta) -> list[Rows]:
+        """Where the parts of a tensor are mapped in this process, in words."""
+        return [rows_of(place, meta, self.bases[place.handle]) for place in self.location.places[meta.alias_of or meta.name]]
+
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
+        """A copy on the engine's own GPU, its digest taken on the way: for layers that are not copied directly."""
+        own = self.metas[meta.alias_of or meta.name]
+        room = torch.empty(-(-meta.nbytes // 8), dtype=torch.int64, device=self.device)
+        first = room.data_ptr() // 8
+        into = [(part, Rows(part.count, part.length, part.at, part.stride, first + part.at, part.stride)) for part in self.places(own)]
+        table = Table([run_of(part, own, 0, into=there) for part, there in into], 1, self.device, copy=True)
+        table.launch()
+        self.sums[own.name] = table.result()[0][0]
+        return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
+
+    def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
+        """Nothing: bytes are pulled, and summed up, in the commit."""
+        return {}
+
+    def stop(self) -> None: ...
+
+    def close(self) -> bool:
+        return True
+
+
+def _attach(handle: bytes) -> int:
+    try:
+        return driver.attach(handle)
+    except TransportError as error:
+        raise TransportError(
+            f"the trainer's GPU memory cannot be opened from this worker: {error.args[0]}",
+            next_step="trainer and engine need one host, GPUs with peer access (nvidia-smi topo -p2p r), and in a container shared IPC",
+        ) from error
