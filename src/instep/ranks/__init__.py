@@ -8,9 +8,10 @@ others for their part of it. They follow: each answers until it is told how the 
     run.py        a version as one run of bytes, and which rank gives which elements of it
     gather.py     a stretch of the run brought together in rank 0, over a private group
     segment.py    every rank writes its own elements into one shared segment: nothing is gathered
+    ipc.py        every rank shares its own shards in GPU memory: nothing is copied before workers read
     lead.py       rank 0: the source of a push
     follow.py     the other ranks
-    transports.py shm and broadcast from several ranks
+    transports.py all ways from several ranks, and the choice between them
     roles.py      which of these a process is
 
 The trainer's own process groups take no part: nothing here can hang in one of its collectives.

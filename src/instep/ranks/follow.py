@@ -13,6 +13,7 @@ from instep.plan.shards import Piece
 from instep.protocol import Fault, TensorMeta, decode
 from instep.ranks.channel import Channel, as_fault
 from instep.ranks.gather import Join, Meeting, Stretch, give
+from instep.ranks.ipc import Expose, PartSums, Shared, Sharing
 from instep.ranks.presence import Presence, presence
 from instep.ranks.run import Run
 from instep.ranks.segment import Sums, Window, Write, sum_up, write
@@ -56,7 +57,7 @@ class Follower:
         self.channel = channel
         if module is not None:
             self.module = module
-        self.meeting, self.window = Meeting(channel), Window()
+        self.meeting, self.window, self.sharing = Meeting(channel), Window(), Sharing()
         self.shared: Description | None = None
         self.given: tuple[list[Piece], list[Piece]] = ([], [])
         self.runs: dict[bool, Run] = {}
@@ -111,6 +112,12 @@ class Follower:
         (run, view), self.written = self.written, None
         return sum_up(view, run, self.channel.rank, self.channel.size)
 
+    def expose(self, body: msgspec.Raw) -> Shared:
+        return self.sharing.expose(self.given[0], decode(body, Expose), self.module.memory, self.module.device)
+
+    def sums(self, _: msgspec.Raw) -> PartSums:
+        return self.sharing.sums()
+
     def join(self, body: msgspec.Raw) -> None:
         self.meeting.enter(decode(body, Join), self.module.device)
 
@@ -127,9 +134,11 @@ class Follower:
 
     def close(self) -> None:
         self.window.close()
+        self.sharing.close()
         self.meeting.close()
         self.channel.close()
 
     answers: ClassVar[dict[str, Callable[[Follower, msgspec.Raw], Any]]] = {
-        "begin": begin, "describe": describe, "share": share, "send": send, "write": write, "sum": sum_up, "join": join, "give": give,
+        "begin": begin, "describe": describe, "share": share, "send": send, "write": write, "sum": sum_up, "expose": expose, "sums": sums,
+        "join": join, "give": give,
     }  # fmt: skip

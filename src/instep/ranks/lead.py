@@ -105,5 +105,10 @@ class RankedSource:
         return None
 
     @property
+    def made(self) -> frozenset[str]:
+        """Tensors that no rank has: `value` makes them."""
+        return frozenset(self.descriptions[0].made)
+
+    @property
     def device(self) -> torch.device:
         return self.module.device

@@ -79,8 +79,6 @@ def role(source: Any, config: Config, *, engines: bool) -> Lead | Follower:
         return Lead(open_source(source), AutoTransport(config.transport, config.timeout), channel)
     if config.canary:
         raise ConfigError("a sharded trainer cannot score a canary", next_step="leave `canary` out; digests prove the bytes")
-    if config.transport == "ipc":
-        raise ConfigError("CUDA IPC does not reach the shards of several ranks", next_step="transport='auto' takes shm, nccl or gloo")
     assert channel is not None
     ranked = RankedSource(_module(source), channel)
     return Lead(ranked, RankedTransport(config.transport, config.timeout, ranked, whole=config.gather_whole_model), channel)

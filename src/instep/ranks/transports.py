@@ -10,6 +10,7 @@ import torch
 from instep.plan.buckets import ALIGN, buckets
 from instep.protocol import Identity, TensorMeta, decode
 from instep.ranks.gather import Stretch
+from instep.ranks.ipc import SharedIpc
 from instep.ranks.lead import RankedSource
 from instep.ranks.segment import Sums, Write, add_up, sum_up, write
 from instep.transport import Transport
@@ -83,6 +84,7 @@ class RankedTransport(AutoTransport):
 
     def __init__(self, only: str, timeout: float, source: RankedSource, *, whole: bool) -> None:
         every: dict[str, Transport] = {
+            "ipc": SharedIpc(source),
             "nccl": Gathering("nccl", timeout, source, whole=whole),
             "shm": SharedShm(source),
             "gloo": Gathering("gloo", timeout, source, whole=whole),

@@ -1,0 +1,180 @@
+"""CUDA IPC from several ranks: each shares its own shards where they lie, and workers pull from all of them. Nothing is gathered.
+
+Only what no rank holds as it is sent (made by rank 0, of another dtype, or in parts that cut an 8-byte word) is brought together in rank 0,
+in buffers on its GPU that are kept. Every rank sums up what it shares while workers pull it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from instep.digest import MASK
+from instep.plan.shards import Piece
+from instep.protocol import Identity, Location, TensorMeta, decode, encode
+from instep.ranks.gather import Stretch
+from instep.ranks.lead import RankedSource
+from instep.ranks.run import Memory, Run
+from instep.transport import Published
+from instep.transport.exposed import Exposed, Offer, Part, located, place_of, whole
+from instep.transport.ipc import IpcTransport, with_digests
+
+PartSums = dict[str, tuple[int, bool]]
+"""See `Exposed.result`."""
+
+
+class Expose(msgspec.Struct, frozen=True):
+    """Asks each rank to share what it gives of these tensors. known: the marks of offers that rank 0 has."""
+
+    tensors: list[TensorMeta]
+    known: list[str]
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What a rank shares. mark: equal for equal offers. offer: left out where it is known. unshared: tensors of which it cannot share its
+    parts as they lie."""
+
+    mark: str
+    offer: Offer | None
+    unshared: list[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """What a rank gives, good for as long as it lies where it lay. parts: those that others can read there."""
+
+    tensors: list[TensorMeta]
+    given: Sequence[Piece]
+    places: dict[str, Hashable]
+    parts: list[Part]
+    unshared: list[str]
+
+
+def look(given: Sequence[Piece], tensors: list[TensorMeta], memory: Memory, device: torch.device, last: Own | None) -> Own:
+    """Where what a rank gives lies now: `last`, if nothing has moved."""
+    memories = {live: memory(live) for live in dict.fromkeys(piece.live for piece in given)}
+    places = {live: place_of(tensor) for live, tensor in memories.items()}
+    if last is not None and (last.places, last.given, last.tensors) == (places, given, tensors):
+        return last
+    metas = {meta.name: meta for meta in tensors}
+    parts = [Part(metas[piece.tensor], memories[piece.live], piece) for piece in given]
+    unshared = {part.meta.name for part in parts if not part.readable(device)}
+    return Own(tensors, given, places, [part for part in parts if part.meta.name not in unshared], sorted(unshared))
+
+
+class Sharing:
+    """A rank that follows."""
+
+    def __init__(self) -> None:
+        self.own: Own | None = None
+        self.exposed: Exposed | None = None
+        self.mark = ""
+
+    def expose(self, given: Sequence[Piece], wanted: Expose, memory: Memory, device: torch.device) -> Shared:
+        """Raises `TransportError` where the memory of this process cannot be shared."""
+        own = look(given, wanted.tensors, memory, device, self.own)
+        if self.exposed is None or own is not self.own:
+            self.exposed = Exposed(own.parts, device, self.exposed.handles if self.exposed else {})
+            self.own, self.mark = own, hashlib.blake2b(encode(self.exposed.offer), digest_size=16).hexdigest()
+        self.exposed.launch()
+        return Shared(self.mark, None if self.mark in wanted.known else self.exposed.offer, own.unshared)
+
+    def sums(self) -> PartSums:
+        assert self.exposed is not None
+        return self.exposed.result()
+
+    def close(self) -> None:
+        self.own = self.exposed = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """A version as all ranks share it. staged: what is brought together in rank 0."""
+
+    own: Own
+    marks: list[str]
+    staged: dict[str, torch.Tensor]
+    exposed: Exposed
+    location: Location
+
+
+class SharedIpc(IpcTransport):
+    """Rank 0."""
+
+    def __init__(self, source: RankedSource) -> None:
+        super().__init__()
+        self.source = source
+        self.offers: dict[str, Offer] = {}  # of the other ranks, by mark
+        self.laid: _Laid | None = None
+        self.sums: PartSums | None = None
+
+    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+        return super().consider(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
+
+    def publish(self, tensors: list[TensorMeta], _: Iterable[tuple[str, torch.Tensor]]) -> Published:
+        """Of shards that have not moved since the last time only the digests are taken anew."""
+        source, channel, last = self.source, self.source.channel, self.laid
+        run = source.run(tensors)
+        channel.tell("expose", Expose(tensors, list(self.offers)))
+        own = look(run.given[0], tensors, source.module.memory, source.device, last.own if last else None)
+        others = [decode(answer, Shared) for answer in channel.collect()]
+        self.offers = {other.mark: other.offer or self.offers[other.mark] for other in others}
+        marks = [other.mark for other in others]
+        unshared = source.made.union(own.unshared, *(other.unshared for other in others))
+        if last is None or last.own is not own or last.marks != marks or last.staged.keys() != unshared:
+            self.laid = last = self._share(run, own, marks, unshared)
+        self._stage(run, last.staged)
+        last.exposed.launch()
+        self.sums = None
+        channel.tell("sums")
+        return Published(last.location, {})
+
+    def finish(self, published: Published) -> Published:
+        """Every rank has summed up its parts meanwhile."""
+        assert self.laid is not None
+        if self.sums is None:
+            sums = self.laid.exposed.result()
+            for answer in self.source.channel.collect():
+                _add(sums, decode(answer, PartSums), self.laid.staged)
+            self.sums = sums
+        return with_digests(published, self.laid.own.tensors, self.sums)
+
+    def _share(self, run: Run, own: Own, marks: list[str], unshared: Set[str]) -> _Laid:
+        device = self.source.device
+        staged = {name: self._room(meta, device) for name, meta in run.metas.items() if name in unshared}
+        copies = [whole(run.metas[name], room.reshape(-1)) for name, room in staged.items()]
+        exposed = Exposed([*(part for part in own.parts if part.meta.name not in staged), *copies], device, self.handles)
+        self.handles = exposed.handles
+        others = [_without(offer, staged) for offer in self.offers.values()]
+        return _Laid(own, marks, staged, exposed, located(run.tensors, [exposed.offer, *others]))
+
+    def _stage(self, run: Run, staged: dict[str, torch.Tensor]) -> None:
+        made = self.source.made
+        if staged.keys() - made:
+            self.source.channel.ask("send", run.tensors)
+        for name, room in staged.items():
+            if name in made:
+                room.copy_(self.source.value(name))
+            else:
+                at = run.offsets[name]
+                self.source.fill(run, room.reshape(-1).view(torch.uint8), Stretch(False, at, at + room.nbytes))
+
+    def close(self) -> None:
+        super().close()
+        self.offers, self.laid, self.sums = {}, None, None
+
+
+def _without(offer: Offer, staged: Collection[str]) -> Offer:
+    return Offer(offer.handles, {name: places for name, places in offer.places.items() if name not in staged})
+
+
+def _add(sums: PartSums, others: PartSums, staged: Collection[str]) -> None:
+    """What another rank found. Of tensors that are brought together in rank 0 it counts nothing."""
+    for name, (part, flag) in others.items():
+        if name not in staged:
+            before, flagged = sums.get(name, (0, False))
+            sums[name] = ((before + part) & MASK, flagged or flag)
