@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rank_failures import FAILURES
+from rank_ipc import IPC
 from rank_models import make, plain
 from rank_rest import REST
 from rank_ways import WAYS, opened
@@ -21,7 +22,7 @@ RANK = int(os.environ["RANK"])
 def play(case: str) -> dict[str, Any]:
     """`case` is `kind/argument/...`."""
     kind, *arguments = case.split("/")
-    cases: dict[str, Callable[..., dict[str, Any]]] = {"push": push, **FAILURES, **REST}
+    cases: dict[str, Callable[..., dict[str, Any]]] = {"push": push, **FAILURES, **REST, **IPC}
     try:
         return cases[kind](*arguments)
     finally:  # a worker stays in its group as long as its process lives: these are many workers in one process

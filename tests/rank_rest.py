@@ -86,7 +86,7 @@ def cast() -> dict[str, Any]:
     model = plain("llama", dtype=torch.float32)
     trainer = WRAPS["fsdp2"](model, plain("llama", dtype=torch.float32))
     found: dict[str, Any] = {}
-    for way in ("shm", "seven", "http"):
+    for way in ("shm", "ipc", "seven", "http"):
         engine = MemoryEngine(saved(plain("llama", seed=1))) if RANK == 0 else None
         sync = opened(trainer.module, engine, way)
         found[f"refused {way}"] = attempt(lambda sync=sync: sync.push("v0"))["kind"]
@@ -140,9 +140,9 @@ def zero_inside_gather() -> dict[str, Any]:
 
 
 def late_engine() -> dict[str, Any]:
-    """An engine restarts and catches up, from shared memory and by a broadcast; every rank makes the call."""
+    """An engine restarts and catches up, from shared memory, from the ranks' own and by a broadcast; every rank makes the call."""
     found: dict[str, Any] = {}
-    for way in ("shm", "one"):
+    for way in ("shm", "ipc", "one"):
         trainer = make("fsdp2", "llama")
         first = saved(plain("llama", seed=1))
         engine = MemoryEngine(first) if RANK == 0 else None
@@ -168,7 +168,7 @@ def refusals() -> dict[str, Any]:
     engine = MemoryEngine(saved(plain("llama", seed=1))) if RANK == 0 else None
     found = {
         "canary": attempt(lambda: opened(trainer.module, engine, "shm", canary=[1, 2, 3]).close())["error"],
-        "ipc": attempt(lambda: opened(trainer.module, engine, "shm", transport="ipc").close())["error"],
+        "ipc": attempt(lambda: opened(trainer.module, engine, "shm", transport="ipc").push("v0"))["error"],
         "engines": attempt(lambda: opened(trainer.module, None, "shm").close())["error"],
     }
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from pretend_cuda import pretend
+
 from instep import WeightSync
 from instep.transport import broadcast
 
 HTTP: dict[str, dict[str, Any]] = {"http": {"transport": "http"}}
 WAYS: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
+    "ipc": {"transport": "ipc"},
     "one": {"transport": "gloo"},
     "seven": {"transport": "gloo"},
     "whole": {"transport": "gloo", "gather_whole_model": True},
@@ -21,6 +25,8 @@ BUCKETS = {"one": 2 * BLOCK, "seven": 8 * BLOCK}
 
 def opened(module: Any, engine: Any, way: str, **settings: Any) -> WeightSync:
     """engine: None on every rank but the first."""
+    if way == "ipc":
+        pretend(pytest.MonkeyPatch())  # for as long as this process lives
     before = broadcast.WAYS["gloo"]
     broadcast.WAYS["gloo"] = broadcast.Way(BUCKETS.get(way, 1 << 20), "prepare", on_gpu=False)
     try:

@@ -1,7 +1,7 @@
 """Every kind of sharded trainer, to an engine in memory: bit for bit what a fresh engine has that loads the gathered `save_pretrained`.
 
-Each case pushes through shared memory, and by Gloo in buckets of one tensor, of seven, and gathered whole; before the first forward,
-between backward and step, and after the step.
+Each case pushes through shared memory, over CUDA IPC with memory of the ranks' processes in the place of their cards', and by Gloo in
+buckets of one tensor, of seven, and gathered whole; before the first forward, between backward and step, and after the step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ON_FOUR = [*(f"push/{wrap}/llama" for wrap in ("fsdp2-hybrid", "fsdp2-tp", "fsdp
 def test_the_engine_has_what_the_gathered_model_has(case: str, found: Seen) -> None:
     for seen in found:
         assert seen["same"] == dict.fromkeys(seen["same"], True)
-        assert len(seen["same"]) == 12
+        assert len(seen["same"]) == 15
     assert all(seen["digests"] == found[0]["digests"] for seen in found), "every rank has the same receipts"
     digests = found[0]["digests"]
-    for way in ("shm", "one", "seven", "whole"):
+    for way in ("shm", "ipc", "one", "seven", "whole"):
         assert digests[f"first {way}"] == digests[f"pending {way}"] == digests["first shm"], "gradients change nothing"
         assert digests[f"stepped {way}"] == digests["stepped shm"] != digests["first shm"], "the step does"
