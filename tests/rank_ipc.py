@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from instep import WeightSync
-from instep.bench.sharded_rank import read
 from instep.engine.memory import MemoryEngine
 from instep.errors import TransportError
 from instep.ranks.ipc import Sharing
@@ -104,22 +103,33 @@ def not_finite() -> dict[str, Any]:
 
 
 def bytes_read(wrap: str) -> dict[str, Any]:
-    """How many bytes the workers pull in a push after the first two, beside how many they hold; whether ranks formed a group."""
+    """How many bytes workers pull into the layers that are copied directly, beside how many these hold; whether ranks formed a group."""
     trainer = make(wrap, "llama")
     engine = MemoryEngine(saved(plain("llama", seed=1)), tp=2) if RANK == 0 else None
     sync = opened(trainer.module, engine, "ipc")
-    sync.push("v0")
-    trainer.backward()
-    trainer.step()
-    sync.push("v1")
+    for version in ("v0", "v1"):
+        for param in trainer.module.parameters():
+            getattr(param, "ds_tensor", getattr(param, "_local_tensor", param)).data.neg_()
+        sync.push(version)
     Table.moved.clear()
-    receipt = sync.push("v2")
+    direct = sync.push("v2").engines[0].direct
     role: Any = sync._role
-    grouped = (role.source if RANK == 0 else role).meeting.group is not None
-    pulled = sum(8 * run.rows * run.row_words for run in Table.moved)
-    held = read(sync) if engine else 0
+    found = {"grouped": (role.source if RANK == 0 else role).meeting.group is not None}
+    if engine:
+        live = [param for host in engine.hosts for param in host.model.parameters()]
+        spans = [range(param.data_ptr(), param.data_ptr() + param.nbytes) for param in live]
+        found["pulled"] = sum(8 * run.rows * run.row_words for run in Table.moved if any(run.target in span for span in spans))
+        found["held"] = held(sync, direct)
+        found["direct"] = len(direct)
     sync.close()
-    return {"pulled": pulled, "held": held, "grouped": grouped, "reload": receipt.engines[0].reload}
+    return found
+
+
+def held(sync: WeightSync, layers: Sequence[str]) -> int:
+    """Bytes that all workers copy into these layers."""
+    session: Any = sync._session
+    routes = (route for member in session.fleet.members for worker in member.plan.workers for route in worker.routes)
+    return sum(2 * route.source.numel for route in routes if route.tensor and route.param.rpartition(".")[0] in layers)
 
 
 def share_fails() -> dict[str, Any]:
@@ -145,11 +155,16 @@ def share_fails() -> dict[str, Any]:
 
 
 def rank_dies(when: str) -> dict[str, Any]:
-    """The last rank is killed before it has shared its memory, or while workers have pulled from it."""
+    """The last rank is killed before it has shared its memory, or when workers have pulled from it."""
     _, engine, sync = begun("ipc", timeout=60.0)
     sync.push("v0")
     if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
-        setattr(Sharing, when, lambda *_: os._exit(9))
+
+        def dying(*_: Any) -> None:
+            time.sleep(1.0 if when == "sums" else 0.0)
+            os._exit(9)
+
+        setattr(Sharing, when, dying)
     return {**attempt(lambda: sync.push("v1")), "refuses": bool(engine and engine.refusal)}
 
 
