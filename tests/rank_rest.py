@@ -168,7 +168,6 @@ def refusals() -> dict[str, Any]:
     engine = MemoryEngine(saved(plain("llama", seed=1))) if RANK == 0 else None
     found = {
         "canary": attempt(lambda: opened(trainer.module, engine, "shm", canary=[1, 2, 3]).close())["error"],
-        "ipc": attempt(lambda: opened(trainer.module, engine, "shm", transport="ipc").push("v0"))["error"],
         "engines": attempt(lambda: opened(trainer.module, None, "shm").close())["error"],
     }
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))

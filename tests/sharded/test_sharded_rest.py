@@ -58,7 +58,6 @@ def test_an_engine_that_restarts_catches_up(found: Seen) -> None:
 def test_what_several_ranks_cannot_have_is_refused(found: Seen) -> None:
     leads, follows = found
     assert "cannot score a canary" in leads["canary"]
-    assert all("not ipc, because the trainer's tensors are on cpu" in one["ipc"] for one in (leads, follows))
     assert "at least one engine on rank 0" in leads["engines"]
     assert all("weight has placement P" in one["partial"] for one in (leads, follows))
 

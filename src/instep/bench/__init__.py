@@ -1,7 +1,7 @@
 """`instep bench`: pushes beside what one would do instead and beside what the machine can do at best, in one run with the same weights.
 
     shapes.py      named shapes of models, filled with random weights
-    trainer.py     the side that has them
+    trainer.py     the side that has them; fsdp2.py is one of two ranks
     subjects.py    the engines that they are brought into; worker.py is the half inside an engine's worker
     contenders/    the ways to bring them in, one file for each kind
     measure.py     one way on one engine: warm-ups, timed runs, and the proof that the engine has the weights
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from instep.bench.results import Results
+from instep.bench.results import Results, TrainerKind
 from instep.errors import ConfigError
 
 Say = Callable[[str], object]
@@ -34,11 +34,12 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run(shapes: str | None = None, repeats: int = 11, say: Say = to_stderr) -> Results:
+def run(shapes: str | None = None, repeats: int = 11, say: Say = to_stderr, trainer: TrainerKind = "plain") -> Results:
     """Measures on this machine what it has. Takes minutes: engines are started.
 
     shapes: a name of `shapes.SHAPES`; by default `qwen3-8b` on GPUs, `smollm2-135m` elsewhere. repeats: timed runs of each way.
-    Raises `ConfigError` for shapes that are not known, or no runs.
+    trainer: one process, or two ranks under FSDP2 on two GPUs.
+    Raises `ConfigError` for shapes that are not known, no runs, or a trainer that this machine has no GPUs for.
     """
     if repeats < 1:
         raise ConfigError(f"repeats must be 1 or more, not {repeats}")
@@ -50,7 +51,7 @@ def run(shapes: str | None = None, repeats: int = 11, say: Say = to_stderr) -> R
 
     name = check(shapes or ("qwen3-8b" if torch.cuda.is_available() else "smollm2-135m"))
     with tempfile.TemporaryDirectory(prefix="instep-bench-") as scratch:
-        return Benchmark(name, repeats, say).run(Path(scratch))
+        return Benchmark(name, repeats, say, trainer).run(Path(scratch))
 
 
 def write(results: Results, out: Path) -> Path:
@@ -58,6 +59,8 @@ def write(results: Results, out: Path) -> Path:
     from instep.bench.report import as_json
 
     out.mkdir(parents=True, exist_ok=True)
-    file = out / f"{results.setting.kind}-{results.setting.shapes.replace('/', '-')}.json"
+    setting = results.setting
+    kind = setting.kind if setting.trainer == "plain" else f"{setting.kind}-{setting.trainer}"
+    file = out / f"{kind}-{setting.shapes.replace('/', '-')}.json"
     file.write_text(as_json(results) + "\n")
     return file

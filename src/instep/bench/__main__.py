@@ -1,24 +1,28 @@
-"""`python -m instep.bench [--shapes NAME] [--repeats N] [--out DIR]`: the benchmark where the command line's packages are missing."""
+"""`python -m instep.bench [--shapes NAME] [--trainer plain|fsdp2] [--repeats N] [--out DIR]`: the benchmark where the command line's
+packages are missing."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 from instep import bench
 from instep.bench.report import tables
+from instep.bench.results import TrainerKind
 from instep.errors import InstepError
 
-DEFAULTS = {"--shapes": "", "--repeats": "11", "--out": "bench-results"}
+DEFAULTS = {"--shapes": "", "--trainer": "plain", "--repeats": "11", "--out": "bench-results"}
 
 
 def main(arguments: list[str]) -> None:
     given = dict(zip(arguments[::2], arguments[1::2], strict=False))
     options = DEFAULTS | given
-    if len(arguments) % 2 or options.keys() - DEFAULTS.keys() or not options["--repeats"].isdigit():
+    known = options.keys() == DEFAULTS.keys() and options["--trainer"] in get_args(TrainerKind)
+    if len(arguments) % 2 or not known or not options["--repeats"].isdigit():
         sys.exit(str(__doc__))
     try:
-        results = bench.run(options["--shapes"] or None, int(options["--repeats"]))
+        results = bench.run(options["--shapes"] or None, int(options["--repeats"]), trainer=options["--trainer"])  # type: ignore[arg-type]
     except InstepError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"\n{tables(results)}\n\nwritten to {bench.write(results, Path(options['--out']))}")

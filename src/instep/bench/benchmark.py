@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -11,48 +11,60 @@ from time import perf_counter
 import torch
 
 from instep.bench.copies import copies, digest_alone
+from instep.bench.fsdp2 import Fsdp2Trainer
 from instep.bench.limits import broadcast_limits, copy_limit, messages
 from instep.bench.machine import setting
 from instep.bench.measure import Bench, failed
 from instep.bench.memory import trim
 from instep.bench.report import rate, size, time
-from instep.bench.results import Copy, Limit, Results, Row
+from instep.bench.results import Copy, Limit, Results, Row, TrainerKind
 from instep.bench.stages import Stage, stages
 from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
 from instep.bench.waits import Late, bounded
+from instep.errors import ConfigError
 
 CALLS = 50
 
 
 class Benchmark:
-    """say: is told of each result as it comes."""
+    """say: is told of each result as it comes. kind: of the trainer. Raises `ConfigError` where the machine has no room for it."""
 
-    def __init__(self, shapes: str, repeats: int, say: Callable[[str], object]) -> None:
+    def __init__(self, shapes: str, repeats: int, say: Callable[[str], object], kind: TrainerKind = "plain") -> None:
         self.shapes, self.repeats, self.say = shapes, repeats, say
         self.devices = [f"cuda:{device}" for device in range(min(2, torch.cuda.device_count()))] or ["cpu"]
         say(f"making random weights of {shapes} on {self.devices[0]}")
-        self.trainer = Trainer(shapes, self.devices[0])
-        self.setting = setting(shapes, self.trainer, repeats)
+        self.trainer = self.make(kind)
+        self.setting = setting(shapes, self.trainer, repeats, kind)
         self.limits: list[Limit] = []
         self.rows: list[Row] = []
         self.copies: list[Copy] = []
         self.calls: dict[str, float] = {}
         self.notes: list[str] = []
 
+    def make(self, kind: TrainerKind) -> Trainer:
+        if kind == "plain":
+            return Trainer(self.shapes, self.devices[0])
+        if len(self.devices) < 2:
+            raise ConfigError(f"a trainer under FSDP2 is measured on two GPUs, this machine has {torch.cuda.device_count()}")
+        return Fsdp2Trainer(self.shapes, (self.devices[0], self.devices[1]))
+
     def run(self, scratch: Path) -> Results:
         """scratch: a directory for as long as it lasts."""
         plan = stages(self.shapes, self.trainer, scratch)
         for stage in plan:
-            self.attempt(f"the {stage.copy} to {stage.engine}", partial(self.copy_limit, stage))
+            for name, sources in stage.copies.items():
+                self.attempt(f"the {name} to {stage.engine}", partial(self.copy_limit, stage, name, sources))
         for stage in plan:
             self.play(stage)
-        for device in self.devices:  # last, and across GPUs last of all: a kernel that fails ends CUDA in this process
+        self.attempt("the trainer's end", self.trainer.close)
+        for device in self.devices if self.setting.trainer == "plain" else ():
+            # Last, and across GPUs last of all: a kernel that fails ends CUDA in this process.
             self.attempt(f"copies to {device}", partial(self.copy_methods, device))
         return Results(setting=self.setting, limits=self.limits, rows=self.rows, copies=self.copies, calls=self.calls, notes=self.notes)
 
-    def copy_limit(self, stage: Stage) -> None:
-        self.found(copy_limit(stage.copy, stage.engine, self.trainer.device, stage.device, messages(self.trainer.nbytes)[-1]))
+    def copy_limit(self, stage: Stage, name: str, sources: Sequence[str]) -> None:
+        self.found(copy_limit(name, stage.engine, sources, stage.device, messages(self.trainer.nbytes)[-1]))
         trim()
 
     def broadcast_limits(self, name: str, backend: str, subject: Subject) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -23,15 +24,17 @@ def messages(nbytes: int) -> list[int]:
     return [size for size in MESSAGES if size <= max(nbytes, MESSAGES[1])]
 
 
-def copy_limit(name: str, engine: str, source: str, target: str, nbytes: int) -> Limit:
-    """One buffer to another, by PyTorch's `copy_`."""
-    held = torch.zeros(nbytes, dtype=torch.uint8, device=source)
-    room = torch.zeros(nbytes, dtype=torch.uint8, device=target)
+def copy_limit(name: str, engine: str, sources: Sequence[str], target: str, nbytes: int) -> Limit:
+    """Equal parts of `nbytes` from each of the sources at once, by PyTorch's `copy_`."""
+    parts = [[torch.zeros(nbytes // len(sources), dtype=torch.uint8, device=place) for place in (source, target)] for source in sources]
+    streams = [torch.cuda.Stream(target) if torch.device(target).type == "cuda" else None for _ in sources]
     seconds = []
     for _ in range(WARM_UPS + REPEATS):
         synchronize()
         started = time.perf_counter()
-        room.copy_(held, non_blocking=True)
+        for (held, room), stream in zip(parts, streams, strict=True):
+            with torch.cuda.stream(stream):
+                room.copy_(held, non_blocking=True)
         synchronize()
         seconds.append(time.perf_counter() - started)
     return Limit(name=name, engine=engine, nbytes=nbytes, seconds=seconds[WARM_UPS:])

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from instep.bench.results import Setting
+from instep.bench.results import Setting, TrainerKind
 from instep.bench.trainer import Trainer
 
 
-def setting(shapes: str, trainer: Trainer, repeats: int) -> Setting:
+def setting(shapes: str, trainer: Trainer, repeats: int, kind: TrainerKind = "plain") -> Setting:
     return Setting(
         kind="gpu" if torch.cuda.is_available() else "cpu",
         shapes=shapes,
@@ -25,7 +25,8 @@ def setting(shapes: str, trainer: Trainer, repeats: int) -> Setting:
         machine=cards() if torch.cuda.is_available() else [processor()],
         versions=versions(),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=f"instep bench --shapes {shapes} --repeats {repeats}",
+        command=f"instep bench --shapes {shapes} --repeats {repeats}" + (f" --trainer {kind}" if kind != "plain" else ""),
+        trainer=kind,
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Literal
 
 import msgspec
+
+TrainerKind = Literal["plain", "fsdp2"]
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +22,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     date: str
     command: str
+    trainer: TrainerKind = "plain"
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from instep.bench import contenders, shapes
+from instep.bench.fsdp2 import Fsdp2Trainer
 from instep.bench.measure import Way
 from instep.bench.subjects import MemorySubject, Subject, VllmSubject, weight_transfer
 from instep.bench.trainer import Trainer
@@ -23,13 +24,13 @@ START = 300.0
 
 @dataclass(frozen=True)
 class Stage:
-    """engine: its name. start: starts it. copy: the name of the raw rate from the trainer's memory to `device`.
+    """engine: its name. start: starts it. copies: names of raw rates to `device`, each with the devices that equal parts come from at once.
     broadcast: the name of the raw rate of broadcasts to the engine's worker, and their backend."""
 
     engine: str
     start: Callable[[], Subject]
     ways: tuple[Way, ...]
-    copy: str
+    copies: Mapping[str, tuple[str, ...]]
     device: str
     broadcast: tuple[str, str] | None = None
 
@@ -45,19 +46,21 @@ class Stage:
 def stages(name: str, trainer: Trainer, scratch: Path) -> list[Stage]:
     """scratch: a directory for as long as the stages last."""
     folder = shapes.folder(name, scratch)
+    if isinstance(trainer, Fsdp2Trainer):
+        return [from_two_ranks(trainer, folder)]
     return on_gpus(trainer, folder) if torch.cuda.is_available() else [on_cpu(trainer, folder)]
 
 
 def on_cpu(trainer: Trainer, folder: Path) -> Stage:
-    broadcast = (contenders.GLOO, "gloo")
+    broadcast, copies = (contenders.GLOO, "gloo"), {contenders.MEMORY_COPY: ("cpu",)}
     if find_spec("vllm") is None:
-        return Stage("memory", lambda: MemorySubject(trainer), contenders.ON_CPU, contenders.MEMORY_COPY, "cpu", broadcast)
+        return Stage("memory", lambda: MemorySubject(trainer), contenders.ON_CPU, copies, "cpu", broadcast)
 
     def start() -> Subject:
         trainer.save(folder)  # vLLM reloads only an engine that it has loaded from disk
         return VllmSubject(trainer, folder, load_format="auto")
 
-    return Stage("CPU", start, contenders.ON_CPU, contenders.MEMORY_COPY, "cpu", broadcast)
+    return Stage("CPU", start, contenders.ON_CPU, copies, "cpu", broadcast)
 
 
 def on_gpus(trainer: Trainer, folder: Path) -> list[Stage]:
@@ -66,8 +69,19 @@ def on_gpus(trainer: Trainer, folder: Path) -> list[Stage]:
     def start(gpu: int, backend: str) -> Subject:
         return VllmSubject(trainer, folder, gpu, **weight_transfer(backend))
 
-    same = Stage("GPU 0", partial(start, 0, "ipc"), contenders.ON_THE_TRAINERS_GPU, contenders.DEVICE_COPY, "cuda:0")
+    same = Stage("GPU 0", partial(start, 0, "ipc"), contenders.ON_THE_TRAINERS_GPU, {contenders.DEVICE_COPY: ("cuda:0",)}, "cuda:0")
     if torch.cuda.device_count() == 1:
         return [same]
-    nccl = (contenders.NCCL, "nccl")
-    return [Stage("GPU 1", partial(start, 1, "nccl"), contenders.ON_ANOTHER_GPU, contenders.PEER_COPY, "cuda:1", nccl), same]
+    nccl, copies = (contenders.NCCL, "nccl"), {contenders.PEER_COPY: ("cuda:0",)}
+    return [Stage("GPU 1", partial(start, 1, "nccl"), contenders.ON_ANOTHER_GPU, copies, "cuda:1", nccl), same]
+
+
+def from_two_ranks(trainer: Trainer, folder: Path) -> Stage:
+    """The trainer's ranks are on GPU 0 and on GPU 1, the engine too is on GPU 1: half of the weights have to cross."""
+
+    def start() -> Subject:
+        return VllmSubject(trainer, folder, 1, **weight_transfer("nccl"))
+
+    near, far = "cuda:1", "cuda:0"
+    copies = {contenders.PEER_COPY: (far,), contenders.DEVICE_COPY: (near,), contenders.BOTH_COPIES: (far, near)}
+    return Stage("GPU 1", start, contenders.FROM_TWO_RANKS, copies, near, (contenders.NCCL, "nccl"))

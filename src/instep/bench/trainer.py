@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +28,13 @@ class Trainer:
         torch._foreach_neg_(list(self.tensors.values()))
         self.steps += 1
         synchronize()
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, for ways that send them one by one."""
+        return iter(self.tensors.items())
+
+    def close(self) -> None:
+        """The memory is let go of with the trainer."""
 
     def scores(self, tokens: list[int]) -> list[float]:
         """Log-probabilities (natural log) of `tokens[1:]`, each given the tokens before it."""

@@ -1,6 +1,7 @@
 """The ways to bring weights into an engine, and which of them are compared with which.
 
 ours.py       instep, over each of its transports
+fsdp2.py      instep from two ranks of a sharded trainer, and gathering its tensors for vLLM's own transfer
 vllm_nccl.py  vLLM's own NCCL transfer, packed and one tensor at a time
 vllm_ipc.py   vLLM's own CUDA IPC transfer, likewise
 reload.py     vLLM's reload session alone, the floor of what it does with weights
@@ -13,6 +14,7 @@ from __future__ import annotations
 from functools import partial
 
 from instep.bench.contenders.disk import save_and_reload
+from instep.bench.contenders.fsdp2 import full_tensors, instep_from_ranks
 from instep.bench.contenders.gloo import gloo
 from instep.bench.contenders.ours import instep
 from instep.bench.contenders.reload import reload_in_memory
@@ -21,6 +23,7 @@ from instep.bench.contenders.vllm_nccl import vllm_nccl
 from instep.bench.measure import Way
 
 MEMORY_COPY, DEVICE_COPY, PEER_COPY = "memory copy", "device copy", "peer copy"
+BOTH_COPIES = "half peer copy, half device copy, at once"
 NCCL, GLOO = "NCCL broadcast", "Gloo broadcast"
 
 ON_CPU = (
@@ -40,4 +43,9 @@ ON_THE_TRAINERS_GPU = (
     Way("instep ipc", partial(instep, "ipc"), DEVICE_COPY, "vLLM ipc"),
     Way("vLLM ipc", partial(vllm_ipc, False), DEVICE_COPY),
     Way("vLLM ipc packed", partial(vllm_ipc, True), DEVICE_COPY, "vLLM ipc"),
+)
+FROM_TWO_RANKS = (
+    Way("instep ipc", partial(instep_from_ranks, "ipc"), BOTH_COPIES, "full_tensor, vLLM nccl packed"),
+    Way("instep nccl", partial(instep_from_ranks, "nccl"), NCCL, "full_tensor, vLLM nccl packed"),
+    Way("full_tensor, vLLM nccl packed", full_tensors, NCCL),
 )

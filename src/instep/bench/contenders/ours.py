@@ -11,6 +11,7 @@ from instep.bench.measure import Push
 from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
 from instep.config import TransportName
+from instep.receipt import Receipt
 
 
 @contextmanager
@@ -18,8 +19,12 @@ def instep(transport: TransportName, trainer: Trainer, subject: Subject) -> Iter
     with WeightSync(trainer.model, [subject.engine], transport=transport) as sync:
 
         def push() -> dict[str, float]:
-            receipt = sync.push(uuid.uuid4().hex)
-            phases = {name: seconds for name, seconds in receipt.seconds.items() if name != "total"}
-            return {"pause": receipt.pause, "apply": max(engine.apply for engine in receipt.engines), **phases}
+            return phases(sync.push(uuid.uuid4().hex))
 
         yield push
+
+
+def phases(receipt: Receipt) -> dict[str, float]:
+    """Seconds. `total` is left out: the whole call is timed."""
+    seconds = {name: seconds for name, seconds in receipt.seconds.items() if name != "total"}
+    return {"pause": receipt.pause, "apply": max(engine.apply for engine in receipt.engines), **seconds}

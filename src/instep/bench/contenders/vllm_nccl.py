@@ -35,7 +35,7 @@ def vllm_nccl(packed: bool, trainer: Trainer, subject: Subject) -> Iterator[Push
         started = time.perf_counter()
         llm.start_weight_update()
         begun = time.perf_counter()
-        sending = beside(lambda: Transfer.trainer_send_weights(iter(trainer.tensors.items()), {"group": group, "packed": packed}))
+        sending = beside(lambda: Transfer.trainer_send_weights(trainer.whole(), {"group": group, "packed": packed}))
         llm.update_weights({"update_info": update})
         sending.result(DEADLINE)
         updated = time.perf_counter()

@@ -1,0 +1,163 @@
+"""A trainer of two ranks under FSDP2: this process, and one that it starts. Each has half of every weight on its own device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from instep.bench import shapes
+from instep.bench.memory import trim
+from instep.bench.trainer import Trainer
+from instep.bench.waits import DEADLINE
+from instep.config import TransportName
+
+START = 240.0
+"""Seconds for a process to start and to make its model."""
+
+
+class Fsdp2Trainer(Trainer):
+    """sharded: this rank's half. `model` and `tensors` are whole, with the same weights: what the engine is compared with.
+
+    devices: of both ranks.
+    """
+
+    def __init__(self, name: str, devices: tuple[str, str]) -> None:
+        super().__init__(name, devices[0])
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.peer = Peer(name, devices[1], port)
+        try:
+            with self.peer.doing("make", seconds=START):
+                self.sharded = sharded(name, devices[0], 0, port)
+        except BaseException:
+            self.peer.process.kill()
+            raise
+        trim()
+
+    def step(self) -> None:
+        with self.peer.doing("step"):
+            negate(self.sharded)
+            super().step()
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gathered one by one, while the other rank does "gather"."""
+        return ((name, param.full_tensor()) for name, param in self.sharded.named_parameters())
+
+    def close(self) -> None:
+        self.peer.close()
+        torch.distributed.destroy_process_group()
+
+
+def sharded(name: str, device: str, rank: int, port: int) -> Any:
+    """One rank's part of the model that `shapes.model` makes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    kind = torch.device(device).type
+    torch.distributed.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    model = shapes.model(name, 1, device).requires_grad_(False)
+    mesh = init_device_mesh(kind, (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def negate(model: Any) -> None:
+    torch._foreach_neg_([param._local_tensor for param in model.parameters()])
+
+
+class Peer:
+    """Rank 1, as rank 0 sees it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    @contextmanager
+    def doing(self, what: str, *arguments: Any, seconds: float = DEADLINE) -> Iterator[None]:
+        """Around this rank's half of something that both do. Raises `RuntimeError` for what went wrong there alone."""
+        self.pipe.send((what, arguments))
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the error here is the one to tell
+                self._answer(what, seconds)
+            raise
+        if (error := self._answer(what, seconds)) is not None:
+            raise RuntimeError(f"rank 1 of the trainer, {what}: {error}")
+
+    def _answer(self, what: str, seconds: float) -> str | None:
+        if not self.pipe.poll(seconds):
+            raise TimeoutError(f"rank 1 of the trainer did not end {what!r} within {seconds:g} s")
+        answer: str | None = self.pipe.recv()
+        return answer
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.join(10)
+        self.process.kill()
+
+
+def serve(pipe: Any, name: str, device: str, port: int) -> None:
+    """Rank 1's process. It ends with rank 0's."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    rank = Rank(name, device, port)
+    while True:
+        try:
+            what, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)  # threads of process groups may wait for the other rank
+        try:
+            getattr(rank, what)(*arguments)
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+        else:
+            pipe.send(None)
+
+
+class Rank:
+    """What rank 1 does when rank 0 says so."""
+
+    def __init__(self, name: str, device: str, port: int) -> None:
+        self.name, self.device, self.port = name, device, port
+        self.sync: Any = None
+
+    def make(self) -> None:
+        self.model = sharded(self.name, self.device, 1, self.port)
+        trim()
+
+    def step(self) -> None:
+        negate(self.model)
+        self._settle()
+
+    def open(self, transport: TransportName) -> None:
+        from instep import WeightSync
+
+        self.sync = WeightSync(self.model, [], transport=transport)
+
+    def push(self, version: str) -> None:
+        self.sync.push(version)
+
+    def close(self) -> None:
+        self.sync.close()
+
+    def gather(self) -> None:
+        for param in self.model.parameters():
+            param.full_tensor()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
