@@ -1,8 +1,7 @@
 """What travels between a trainer and the workers of an engine: msgspec structs, encoded as msgpack, never unpickled.
 
-One call is one `Request` to every worker of an engine and one `Reply` from each. A worker never raises across
-its engine's RPC: what went wrong is a `Fault` inside the reply. Replies carry the sequence number of the request they
-answer, so that a reply which arrives late is recognised and dropped.
+One call is one `Request` to every worker of an engine and one `Reply` from each. A worker never raises across its engine's RPC: what went
+wrong is a `Fault` inside the reply. Replies carry the sequence number of the request they answer, by which late ones are recognised.
 """
 
 from __future__ import annotations
@@ -93,24 +92,21 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a part of a tensor lies: `rows` rows of `row` elements. Row `i` begins at element `target + i * target_stride` of the tensor.
-    In memory the first begins at byte `at` of allocation `handle`, each `source_stride` elements after the one before it."""
+    """Where a part of a tensor lies in shared memory. It is a box of rows, each of them contiguous in both. The first begins at byte `at`
+    of allocation `handle`, each `stride` elements after the one before it."""
 
+    part: Region
     handle: int
     at: int
-    rows: int
-    row: int
-    target: int
-    target_stride: int
-    source_stride: int
+    stride: int
 
 
 class Location(msgspec.Struct, frozen=True):
     """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes.
 
     Where memory is shared in several allocations, `places` says in which of `handles` the parts of each tensor lie. Where the version is
-    sent in buckets of `bucket` bytes, `ranks` has each worker's rank in the group, by its incarnation.
-    """
+    sent in buckets of `bucket` bytes, `ranks` has each worker's rank in the group, by its incarnation. sending: tells what is sent to one
+    group apart. live: whether the bytes are the trainer's own, and gone when it steps."""
 
     transport: str
     address: str
@@ -121,9 +117,7 @@ class Location(msgspec.Struct, frozen=True):
     bucket: int = 0
     ranks: dict[str, int] = {}
     sending: str = ""
-    """Tells what is sent to one group apart."""
     live: bool = False
-    """Whether the bytes are the trainer's own: they are gone when it steps."""
 
 
 class Manifest(msgspec.Struct, frozen=True):

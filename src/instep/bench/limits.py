@@ -26,8 +26,9 @@ def messages(nbytes: int) -> list[int]:
 
 def copy_limit(name: str, engine: str, sources: Sequence[str], target: str, nbytes: int) -> Limit:
     """Equal parts of `nbytes` from each of the sources at once, by PyTorch's `copy_`."""
-    parts = [[torch.zeros(nbytes // len(sources), dtype=torch.uint8, device=place) for place in (source, target)] for source in sources]
-    streams = [torch.cuda.Stream(target) if torch.device(target).type == "cuda" else None for _ in sources]
+    parts = [[torch.zeros(nbytes // len(sources), dtype=torch.uint8, device=device) for device in (source, target)] for source in sources]
+    place = torch.device(target)
+    streams = [torch.cuda.Stream(place) if place.type == "cuda" else None for _ in sources]  # type: ignore[no-untyped-call]
     seconds = []
     for _ in range(WARM_UPS + REPEATS):
         synchronize()

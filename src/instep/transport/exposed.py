@@ -78,8 +78,8 @@ class Exposed:
         runs = []
         for part in parts:
             base, piece = bases[part.memory.data_ptr()], part.piece
-            numbers = (piece.rows, piece.row, piece.target, piece.target_stride, piece.source_stride)
-            places.setdefault(part.meta.name, []).append(place := Place(order[base], part.address - base, *numbers))
+            place = Place(piece.written, order[base], part.address - base, piece.source_stride)
+            places.setdefault(part.meta.name, []).append(place)
             runs.append(run_of(rows_of(place, part.meta, base), part.meta, len(places) - 1))
         self.offer = Offer(list(self.handles.values()), places)
         self.table = Table(runs, len(places), device, copy=False)
@@ -110,11 +110,10 @@ def located(tensors: Sequence[TensorMeta], offers: Iterable[Offer]) -> Location:
 
 def rows_of(place: Place, meta: TensorMeta, base: int) -> Rows:
     """A place in words, its end padded to a whole one. base: address of its allocation in this process."""
-    size = ITEM_BYTES[meta.dtype]
-    row, target, target_stride, source_stride = (
-        -(-size * number // 8) for number in (place.row, place.target, place.target_stride, place.source_stride)
-    )
-    return Rows(place.rows, row, target, target_stride, (base + place.at) // 8, source_stride)
+    (count, length), (stride, _) = place.part.shape, place.part.stride
+    numbers = (ITEM_BYTES[meta.dtype] * number for number in (length, place.part.offset, stride, place.stride))
+    length, at, stride, place_stride = (-(-number // 8) for number in numbers)
+    return Rows(count, length, at, stride, (base + place.at) // 8, place_stride)
 
 
 def run_of(rows: Rows, meta: TensorMeta, slot: int, into: Rows | None = None) -> Run:
