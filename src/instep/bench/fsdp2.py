@@ -14,44 +14,13 @@ import torch
 from instep.bench import shapes
 from instep.bench.memory import trim
 from instep.bench.trainer import Trainer
-from instep.bench.waits import DEADLINE
+from instep.bench.waits import DEADLINE, bounded
 from instep.config import TransportName
 
 START = 240.0
 """Seconds for a process to start and to make its model."""
-
-
-class Fsdp2Trainer(Trainer):
-    """sharded: this rank's half. `model` and `tensors` are whole, with the same weights: what the engine is compared with.
-
-    devices: of both ranks.
-    """
-
-    def __init__(self, name: str, devices: tuple[str, str]) -> None:
-        super().__init__(name, devices[0])
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self.peer = Peer(name, devices[1], port)
-        try:
-            with self.peer.doing("make", seconds=START):
-                self.sharded = sharded(name, devices[0], 0, port)
-        except BaseException:
-            self.peer.process.kill()
-            raise
-        trim()
-
-    def step(self) -> None:
-        with self.peer.doing("step"):
-            negate(self.sharded)
-            super().step()
-
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gathered one by one, while the other rank does "gather"."""
-        return ((name, param.full_tensor()) for name, param in self.sharded.named_parameters())
-
-    def close(self) -> None:
-        self.peer.close()
-        torch.distributed.destroy_process_group()
+AFTER = 20.0
+"""Seconds to take down the group."""
 
 
 def sharded(name: str, device: str, rank: int, port: int) -> Any:
@@ -72,6 +41,63 @@ def sharded(name: str, device: str, rank: int, port: int) -> Any:
 
 def negate(model: Any) -> None:
     torch._foreach_neg_([param._local_tensor for param in model.parameters()])
+
+
+class Rank:
+    """What rank 1 does when rank 0 says so."""
+
+    def __init__(self, name: str, device: str, port: int) -> None:
+        self.name, self.device, self.port = name, device, port
+        self.sync: Any = None
+
+    def make(self) -> None:
+        self.model = sharded(self.name, self.device, 1, self.port)
+        trim()
+
+    def step(self) -> None:
+        negate(self.model)
+        self._settle()
+
+    def open(self, transport: TransportName) -> None:
+        from instep import WeightSync
+
+        self.sync = WeightSync(self.model, [], transport=transport)
+
+    def push(self, version: str) -> None:
+        self.sync.push(version)
+
+    def close(self) -> None:
+        self.sync.close()
+
+    def gather(self) -> None:
+        for param in self.model.parameters():
+            param.full_tensor()
+        self._settle()
+
+    def leave(self) -> None:
+        torch.distributed.destroy_process_group()
+
+    def _settle(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
+
+def serve(pipe: Any, kind: type[Rank], name: str, device: str, port: int) -> None:
+    """Rank 1's process. It ends with rank 0's."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    rank = kind(name, device, port)
+    while True:
+        try:
+            what, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)  # threads of process groups may wait for the other rank
+        try:
+            getattr(rank, what)(*arguments)
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+        else:
+            pipe.send(None)
 
 
 class Peer:
@@ -109,55 +135,39 @@ class Peer:
         self.process.kill()
 
 
-def serve(pipe: Any, name: str, device: str, port: int) -> None:
-    """Rank 1's process. It ends with rank 0's."""
-    if device != "cpu":
-        torch.cuda.set_device(device)
-    rank = Rank(name, device, port)
-    while True:
+class Fsdp2Trainer(Trainer):
+    """sharded: this rank's half. `model` and `tensors` are whole, with the same weights: what the engine is compared with.
+
+    devices: of both ranks. There is one of these in a process at a time.
+    """
+
+    rank = Rank
+
+    def __init__(self, name: str, devices: tuple[str, str]) -> None:
+        super().__init__(name, devices[0])
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.peer = Peer(self.rank, name, devices[1], port)
         try:
-            what, arguments = pipe.recv()
-        except EOFError:
-            os._exit(0)  # threads of process groups may wait for the other rank
-        try:
-            getattr(rank, what)(*arguments)
-        except Exception as error:
-            pipe.send(f"{type(error).__name__}: {error}")
-        else:
-            pipe.send(None)
-
-
-class Rank:
-    """What rank 1 does when rank 0 says so."""
-
-    def __init__(self, name: str, device: str, port: int) -> None:
-        self.name, self.device, self.port = name, device, port
-        self.sync: Any = None
-
-    def make(self) -> None:
-        self.model = sharded(self.name, self.device, 1, self.port)
+            with self.peer.doing("make", seconds=START):
+                self.sharded = sharded(name, devices[0], 0, port)
+        except BaseException:
+            self.peer.process.kill()
+            raise
         trim()
 
     def step(self) -> None:
-        negate(self.model)
-        self._settle()
+        with self.peer.doing("step"):
+            negate(self.sharded)
+            super().step()
 
-    def open(self, transport: TransportName) -> None:
-        from instep import WeightSync
-
-        self.sync = WeightSync(self.model, [], transport=transport)
-
-    def push(self, version: str) -> None:
-        self.sync.push(version)
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gathered one by one, while the other rank does "gather"."""
+        return ((name, param.full_tensor()) for name, param in self.sharded.named_parameters())
 
     def close(self) -> None:
-        self.sync.close()
-
-    def gather(self) -> None:
-        for param in self.model.parameters():
-            param.full_tensor()
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize(self.device)
+        try:
+            with self.peer.doing("leave", seconds=AFTER):
+                bounded("the end of the trainer's group", torch.distributed.destroy_process_group, AFTER)
+        finally:
+            self.peer.close()
