@@ -91,10 +91,10 @@ def test_a_real_vllm_generates_what_one_that_loads_from_disk_does(ranks: Ranks, 
     ranks.step()
     ranks.save(tmp_path)
     ranks.step()
-    llm = start(tmp_path, "0", load_format="auto", gpu_memory_utilization=0.1)
+    llm = start(tmp_path, "0", load_format="auto")
     from_disk = greedy(llm, PROMPTS)
     llm.llm_engine.engine_core.shutdown()
-    llm = start(folder("tiny"), "1", gpu_memory_utilization=0.1)
+    llm = start(folder("tiny"), "1")
     try:
         with ranks.opened("model", llm, TRANSPORT) as sync:
             ranks.push(sync, "other")
