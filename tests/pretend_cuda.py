@@ -37,7 +37,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "attach", attach)
     monkeypatch.setattr(driver, "detach", lambda address: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     for module in (exposed, ipc_reader, pull, stream, tally):
         monkeypatch.setattr(module, "Table", Table)
     for module in (stream, tally):
