@@ -17,12 +17,17 @@ from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
 
 
+BUFFER = 1 << 30
+"""Bytes, vLLM's default."""
+
+
 @contextmanager
 def vllm_ipc(packed: bool, trainer: Trainer, subject: Subject) -> Iterator[Push]:
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine as Transfer
 
     llm = subject.engine
     llm.init_weight_transfer_engine({"init_info": {}})
+    room = max(BUFFER, *(tensor.nbytes for tensor in trainer.tensors.values()))  # it refuses a tensor that is larger than its buffer
 
     def send(info: Any) -> None:
         fields = {name: value for name, value in vars(info).items() if name != "ipc_handles"}
@@ -34,7 +39,9 @@ def vllm_ipc(packed: bool, trainer: Trainer, subject: Subject) -> Iterator[Push]
         llm.start_weight_update()
         begun = time.perf_counter()
         try:
-            Transfer.trainer_send_weights(iter(trainer.tensors.items()), {"send_mode": send, "packed": packed})
+            Transfer.trainer_send_weights(
+                iter(trainer.tensors.items()), {"send_mode": send, "packed": packed, "packed_buffer_size_bytes": room}
+            )
         except Exception:
             with suppress(Exception):  # or the model stays on the meta device, and every other way on this engine fails too
                 llm.finish_weight_update()
