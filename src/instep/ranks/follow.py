@@ -113,7 +113,7 @@ class Follower:
         return sum_up(view, run, self.channel.rank, self.channel.size)
 
     def expose(self, body: msgspec.Raw) -> Shared:
-        return self.sharing.expose(self.given[0], decode(body, Expose), self.module.memory, self.module.device)
+        return self.sharing.expose(self.given[0], decode(body, Expose), self.module.local, self.module.device)
 
     def sums(self, _: msgspec.Raw) -> PartSums:
         return self.sharing.sums()

@@ -7,7 +7,7 @@ in buffers on its GPU that are kept. Every rank sums up what it shares while wor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -18,13 +18,15 @@ from instep.plan.shards import Piece
 from instep.protocol import Identity, Location, TensorMeta, decode, encode
 from instep.ranks.gather import Stretch
 from instep.ranks.lead import RankedSource
-from instep.ranks.run import Memory, Run
+from instep.ranks.run import Run
 from instep.transport import Published
 from instep.transport.exposed import Exposed, Offer, Part, located, place_of, whole
 from instep.transport.ipc import IpcTransport, with_digests
 
 PartSums = dict[str, tuple[int, bool]]
 """See `Exposed.result`."""
+Local = Callable[[str], torch.Tensor]
+"""See `ShardedModule.local`."""
 
 
 class Expose(msgspec.Struct, frozen=True):
@@ -54,15 +56,16 @@ class Own:
     unshared: list[str]
 
 
-def look(given: Sequence[Piece], tensors: list[TensorMeta], memory: Memory, device: torch.device, last: Own | None) -> Own:
+def look(given: Sequence[Piece], tensors: list[TensorMeta], local: Local, device: torch.device, last: Own | None) -> Own:
     """Where what a rank gives lies now: `last`, if nothing has moved."""
-    memories = {live: memory(live) for live in dict.fromkeys(piece.live for piece in given)}
-    places = {live: place_of(tensor) for live, tensor in memories.items()}
+    found = {live: local(live) for live in dict.fromkeys(piece.live for piece in given)}
+    places = {live: place_of(tensor) for live, tensor in found.items()}
     if last is not None and (last.places, last.given, last.tensors) == (places, given, tensors):
         return last
     metas = {meta.name: meta for meta in tensors}
-    parts = [Part(metas[piece.tensor], memories[piece.live], piece) for piece in given]
-    unshared = {part.meta.name for part in parts if not part.readable(device)}
+    flat = {live: tensor.detach().reshape(-1) for live, tensor in found.items() if tensor.is_contiguous()}
+    parts = [Part(metas[piece.tensor], flat[piece.live], piece) for piece in given if piece.live in flat]
+    unshared = {piece.tensor for piece in given if piece.live not in flat} | {part.meta.name for part in parts if not part.readable(device)}
     return Own(tensors, given, places, [part for part in parts if part.meta.name not in unshared], sorted(unshared))
 
 
@@ -74,9 +77,9 @@ class Sharing:
         self.exposed: Exposed | None = None
         self.mark = ""
 
-    def expose(self, given: Sequence[Piece], wanted: Expose, memory: Memory, device: torch.device) -> Shared:
+    def expose(self, given: Sequence[Piece], wanted: Expose, local: Local, device: torch.device) -> Shared:
         """Raises `TransportError` where the memory of this process cannot be shared."""
-        own = look(given, wanted.tensors, memory, device, self.own)
+        own = look(given, wanted.tensors, local, device, self.own)
         if self.exposed is None or own is not self.own:
             self.exposed = Exposed(own.parts, device, self.exposed.handles if self.exposed else {})
             self.own, self.mark = own, hashlib.blake2b(encode(self.exposed.offer), digest_size=16).hexdigest()
@@ -120,7 +123,7 @@ class SharedIpc(IpcTransport):
         source, channel, last = self.source, self.source.channel, self.laid
         run = source.run(tensors)
         channel.tell("expose", Expose(tensors, list(self.offers)))
-        own = look(run.given[0], tensors, source.module.memory, source.device, last.own if last else None)
+        own = look(run.given[0], tensors, source.module.local, source.device, last.own if last else None)
         others = [decode(answer, Shared) for answer in channel.collect()]
         self.offers = {other.mark: other.offer or self.offers[other.mark] for other in others}
         marks = [other.mark for other in others]

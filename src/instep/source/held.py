@@ -14,21 +14,25 @@ from instep.plan.shards import Extent, Interval, everything, of_intervals
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """shape, dtype: of the whole tensor. extents: what of it lies in `memory()`, a flat tensor.
+    """shape, dtype: of the whole tensor. extents: what of it lies in `memory()`.
 
-    memory: looked up at each call, because trainers move and swap their storage.
+    local: the tensor that this rank has, looked up at each call, because trainers move and swap their storage.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     extents: list[Extent]
-    memory: Callable[[], torch.Tensor]
+    local: Callable[[], torch.Tensor]
+
+    def memory(self) -> torch.Tensor:
+        """Flat: a view of contiguous memory, of other memory a copy."""
+        return self.local().detach().contiguous().reshape(-1)
 
 
 def whole(get: Callable[[], torch.Tensor]) -> Held:
     """A tensor that every rank has."""
     tensor = get()
-    return Held(tuple(tensor.shape), tensor.dtype, everything(tensor.shape), lambda: flat(get()))
+    return Held(tuple(tensor.shape), tensor.dtype, everything(tensor.shape), get)
 
 
 def of_dtensor(name: str, get: Callable[[], Any]) -> Held:
@@ -37,7 +41,7 @@ def of_dtensor(name: str, get: Callable[[], Any]) -> Held:
     intervals = local_intervals(name, tensor)
     # A mesh may leave this rank out, and small dimensions may leave it nothing.
     extents = of_intervals(intervals) if intervals is not None and all(intervals) else []
-    return Held(tuple(tensor.shape), tensor.dtype, extents, lambda: flat(get()._local_tensor))
+    return Held(tuple(tensor.shape), tensor.dtype, extents, lambda: get()._local_tensor)
 
 
 def local_intervals(name: str, tensor: Any) -> list[list[Interval]] | None:
@@ -67,8 +71,3 @@ def _intervals(indices: torch.Tensor) -> list[Interval]:
         return []
     breaks = ((indices[1:] - indices[:-1]) != 1).nonzero().reshape(-1) + 1
     return [(int(part[0]), int(part[-1]) + 1) for part in torch.tensor_split(indices, breaks.tolist())]
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view of contiguous memory; of other memory a copy."""
-    return tensor.detach().contiguous().reshape(-1)

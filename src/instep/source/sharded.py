@@ -68,16 +68,21 @@ class ShardedModule:
         assert self._taken is not None
         return self._taken.held[live].memory()
 
+    def local(self, live: str) -> torch.Tensor:
+        """This rank's part of a live tensor as the trainer has it: `memory` is this where it is contiguous."""
+        assert self._taken is not None
+        return self._taken.held[live].local()
+
     @property
     def device(self) -> torch.device:
         """Of this rank's tensors, when they were described last."""
         assert self._taken is not None
-        return next(iter(self._taken.held.values())).memory().device
+        return next(iter(self._taken.held.values())).local().device
 
     def stamp(self) -> Hashable:
         """Does not see changes made through `tensor.data`, which PyTorch does not count."""
         taken = self._current()
-        return id(taken), versions(held.memory() for held in taken.held.values())
+        return id(taken), versions(held.local() for held in taken.held.values())
 
     def make(self, name: str, whole: Whole) -> dict[str, torch.Tensor]:
         """The group of made checkpoint tensors that `name` belongs to."""

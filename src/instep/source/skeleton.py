@@ -65,7 +65,7 @@ class Skeleton:
         return self._looks == self._look()
 
     def _look(self) -> list[Hashable]:
-        return [(memory.dtype, memory.shape, memory.device) for memory in (held.memory() for held in self.held.values())]
+        return [(local.dtype, local.numel(), local.device) for local in (held.local() for held in self.held.values())]
 
     def _twin(self, module: nn.Module) -> nn.Module:
         module = _unwrap(module)
