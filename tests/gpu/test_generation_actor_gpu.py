@@ -41,7 +41,7 @@ def actor(checkpoint: Path) -> Iterator[Any]:
 
     from instep.generation.ray import create_vllm_engines
 
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(include_dashboard=False)  # what an engine says that does not start comes here
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import this file
     (engine,) = create_vllm_engines(
         1,
