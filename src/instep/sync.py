@@ -19,6 +19,7 @@ from instep.ranks.follow import Follower
 from instep.ranks.roles import Lead, role
 from instep.receipt import Receipt
 from instep.source.adapter import adapter_of
+from instep.source.guarded import Guarded
 from instep.steps import Push, Session
 from instep.telemetry import Event, Sink, log
 
@@ -63,7 +64,7 @@ class WeightSync:
         self._role = role(source, config, engines=bool(engines))
         if isinstance(self._role, Lead):
             fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout, adapter_of(self._role.source))
-            self._session = Session(config, self._role.source, fleet, self._role.transport, (log, *sinks))
+            self._session = Session(config, Guarded(self._role.source), fleet, self._role.transport, (log, *sinks))
         self._busy = threading.Lock()  # a push is running
         self._asking = threading.Lock()  # somebody talks to the engines
 

@@ -18,6 +18,7 @@ from instep.plan.routes import apart, check_metadata, signature
 from instep.protocol import DigestRequest, Held, Part, Region, TensorMeta
 from instep.receiver.apply import view
 from instep.source import Source, open_source, unchanged
+from instep.source.guarded import Guarded
 
 BATCH = 256 << 20  # bytes of tensors that workers read back in one call: the engine's next step waits for it
 REARRANGED = "the engine keeps {} in a layout of its own, with the same elements"
@@ -52,7 +53,7 @@ async def verify(source: object, engine: object, *, deadline: float = 60.0, cana
     Raises `PlanError` where the two do not fit at all, `VersionConflict` where a push came in between, and what a push raises for
     an engine that does not answer.
     """
-    read, member = open_source(source), Member(connect(engine), uuid.uuid4().hex, deadline)
+    read, member = Guarded(open_source(source)), Member(connect(engine), uuid.uuid4().hex, deadline)
     tensors = list(read.metadata())
     check_metadata(tensors)
     await member.hello()

@@ -110,11 +110,11 @@ def test_a_source_that_fails_touches_no_engine(segments: Path) -> None:
 
     engine = engine_named()
     with WeightSync(Broken(WEIGHTS["a"]), [engine]) as sync:
-        with pytest.raises(OSError, match="disk is gone"):
+        with pytest.raises(SourceError, match="disk is gone"):
             sync.push("a")
         assert "prepare" not in engine.calls
         assert len(list(segments.iterdir())) == 1
-        with pytest.raises(OSError, match="disk is gone"):
+        with pytest.raises(SourceError, match="disk is gone"):
             sync.push("a")
         assert len(list(segments.iterdir())) == 1
     assert serves(engine) == ("start", None)

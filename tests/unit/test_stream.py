@@ -14,7 +14,7 @@ from pretend_cuda import Table, pretend
 from toys import Checkpoint, checkpoint
 
 from instep import MemoryEngine, WeightSync
-from instep.errors import DigestMismatch, InstepError, SyncError
+from instep.errors import DigestMismatch, InstepError, SourceError, SyncError
 from instep.plan.buckets import ALIGN
 from instep.transport import broadcast, group, incoming
 from instep.transport.broadcast import BroadcastTransport, Way
@@ -95,8 +95,9 @@ def _late(self: Group, tensor: torch.Tensor, root: int, broadcast_of: Any) -> An
     return broadcast_of(self, tensor, root)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SourceError])
 @pytest.mark.parametrize("bucket", [0, 2])
-def test_a_trainer_that_stops_sending(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_stops_sending(bucket: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first bucket nothing has been written; afterwards the engine has parts of two versions and says so."""
     weights = checkpoint(1)
     engines = [MemoryEngine(checkpoint(0), name="a"), MemoryEngine(checkpoint(0), tp=2, name="b")]
@@ -106,7 +107,7 @@ def test_a_trainer_that_stops_sending(bucket: int, monkeypatch: pytest.MonkeyPat
         for index, full in enumerate(pack(*arguments)):
             if index == bucket:
                 time.sleep(0.3)  # what was sent arrives
-                raise RuntimeError("the trainer's disk is gone")
+                raise error("the trainer's disk is gone")
             yield full
 
     with WeightSync(weights, engines, transport="nccl", timeout=20) as sync:
@@ -115,10 +116,11 @@ def test_a_trainer_that_stops_sending(bucket: int, monkeypatch: pytest.MonkeyPat
         step(weights)
         monkeypatch.setattr(broadcast, "pack", breaks)
         started = time.monotonic()
-        with pytest.raises(SyncError, match="disk is gone"):
+        with pytest.raises(SyncError, match="disk is gone") as caught:
             sync.push("halved")
         assert time.monotonic() - started < 10
         states = [state.serving for state in sync.status()]
+        assert [state.serving for state in caught.value.engines] == states
         assert states == (["old", "old"] if bucket == 0 else ["dirty", "dirty"])
         if bucket == 0:
             assert [engine.fingerprint() for engine in engines] == before

@@ -113,8 +113,8 @@ class BroadcastTransport:
         finally:
             while not self.running.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.0005)
-        if isinstance(failure := self.running.result(), SourceError):
-            raise failure
+        if step == "prepare" and isinstance(failure := self.running.result(), SourceError):
+            raise failure  # of a commit the engines say what they serve now
 
     async def unless(self, step: Awaitable[T]) -> T:
         try:

@@ -1,0 +1,44 @@
+"""Whose error it is: what a source's own code raises is told as the source's."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from instep.errors import InstepError, SourceError
+from instep.protocol import TensorMeta
+from instep.source import Source
+
+
+class Guarded:
+    """A source with the same answers, whose every error is an `InstepError`: another one becomes the cause of a `SourceError`."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def metadata(self) -> list[TensorMeta]:
+        with self._calling("metadata"):
+            return self.source.metadata()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._calling("tensors"):
+            yield from self.source.tensors()
+
+    def stamp(self) -> Hashable:
+        with self._calling("stamp"):
+            return self.source.stamp()
+
+    def score(self, token_ids: list[int]) -> list[float] | None:
+        with self._calling("score"):
+            return self.source.score(token_ids)
+
+    @contextmanager
+    def _calling(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except InstepError:
+            raise
+        except Exception as error:
+            raise SourceError(f"{type(self.source).__name__}.{method} raised {type(error).__name__}: {error}") from error
