@@ -53,7 +53,9 @@ def raises(error: Exception) -> Callable[[list[bytes]], list[bytes]]:
 
 
 STALE = changed(seq=-7)
-TWISTS: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
+TWISTS: dict[str, tuple[Callable[[list[bytes]], Any], str]] = {
+    "no list of replies": (lambda replies: None, "sent no valid reply to"),
+    "no bytes": (lambda replies: [None for _ in replies], "sent no valid reply to"),
     "no reply": (lambda replies: [], "out of step"),
     "a reply to an earlier request": (STALE, "out of step: its workers lost count of its requests"),
     "garbage": (lambda replies: [b"\xc1garbage"], "sent no valid reply to"),
@@ -66,7 +68,7 @@ TWISTS: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
 
 @pytest.mark.parametrize("method", ["hello", "trace", "prepare", "ready", "commit"])
 @pytest.mark.parametrize(("twist", "text"), TWISTS.values(), ids=TWISTS)
-def test_an_engine_that_answers_wrongly_is_lost(twist: Callable[[list[bytes]], list[bytes]], text: str, method: str) -> None:
+def test_an_engine_that_answers_wrongly_is_lost(twist: Callable[[list[bytes]], Any], text: str, method: str) -> None:
     engine = OddEngine(WEIGHTS["start"], tp=2)
     trainer = Trainer(engine)
     engine.method, engine.twist = method, twist

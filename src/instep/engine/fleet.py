@@ -111,7 +111,7 @@ class Member:
                 raise EngineLost(f"{self.name} answered {method} out of step: its workers lost count of its requests")
             self._note(replies)
             return [decode(reply.body, kind) for reply in replies]
-        except (msgspec.DecodeError, EngineLost) as error:
+        except (msgspec.DecodeError, TypeError, EngineLost) as error:
             self.serving = "unknown"
             raise error if isinstance(error, EngineLost) else EngineLost(f"{self.name} sent no valid reply to {method}: {error}") from error
 
