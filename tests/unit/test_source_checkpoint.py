@@ -121,3 +121,11 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path, name: str) -> N
     (tmp_path / "config.json").touch()
     with pytest.raises(ConfigError, match=rf"{name} is neither a directory nor a \.safetensors file"):
         open_source(tmp_path / name)
+
+
+def test_a_hub_id_is_told_how_to_become_a_directory() -> None:
+    with pytest.raises(ConfigError, match=r"org/model is neither a directory.*\n.*huggingface_hub\.snapshot_download\('org/model'\)"):
+        open_source("org/model")
+    with pytest.raises(ConfigError) as caught:
+        open_source("a/path/that/is/absent")
+    assert "snapshot_download" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta, dtype_name
 from instep.source.names import natural_key
 from instep.source.tensors import check
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class CheckpointSource:
@@ -55,7 +58,11 @@ class CheckpointSource:
         if self._path.is_file() and self._path.suffix == ".safetensors":
             return [self._path]
         if not self._path.is_dir():
-            raise ConfigError(f"{self._path} is neither a directory nor a .safetensors file")
+            like_an_id = HUB_ID.fullmatch(str(self._path)) and not self._path.exists()
+            raise ConfigError(
+                f"{self._path} is neither a directory nor a .safetensors file",
+                next_step=f"of a Hub id give the local copy: huggingface_hub.snapshot_download('{self._path}')" if like_an_id else None,
+            )
         listed = sorted({self._path / name for name in self._index().values()})
         for file in listed:
             if not file.is_file():
