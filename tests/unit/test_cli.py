@@ -34,6 +34,13 @@ def test_without_cyclopts_the_command_says_what_to_install() -> None:
     assert result.stderr.strip() == 'the instep command needs cyclopts: pip install "instep[cli]"'
 
 
+def test_the_package_runs_as_the_command() -> None:
+    lacking = "import sys, runpy; sys.modules['cyclopts'] = None; runpy.run_module('instep', run_name='__main__')"
+    for arguments, code, text in ((["-m", "instep", "--help"], 0, "Usage: instep COMMAND"), (["-c", lacking], 1, 'install "instep[cli]"')):
+        result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+        assert (result.returncode, text in result.stdout + result.stderr) == (code, True), result.stderr
+
+
 def test_a_command_says_which_extra_it_lacks() -> None:
     for command, package in (("status", "rich"), ("demo", "transformers")):
         result = run(command, *["http://127.0.0.1:9"] * (command == "status"), before=f"sys.modules['{package}'] = None; ")
