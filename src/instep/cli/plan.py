@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copy
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,6 +19,7 @@ from instep import WeightSync
 from instep.bench import shapes as named
 from instep.bench.shapes import ShapesName
 from instep.bench.subjects import start_vllm
+from instep.cli.checkpoints import found
 from instep.cli.doctor import stdout_to_stderr
 from instep.cli.layer_rows import Report, alike, rows, tables, timed
 from instep.engine.vllm import EXTENSION
@@ -60,12 +62,10 @@ def described(model: str, scratch: Path) -> Path:
     """A directory with the model's config: its own, or one with the config from the Hub alone. Raises `ConfigError` where there is none."""
     if Path(model).is_dir():
         return Path(model)
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(model).save_pretrained(scratch)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model} is no directory, and no config of that name can be had: {error}") from error
+    config = found(model, ["config.json"]) / "config.json"
+    if not config.is_file():
+        raise ConfigError(f"{model} has no config.json")
+    copy(config, scratch)
     return scratch
 
 
