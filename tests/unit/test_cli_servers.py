@@ -108,7 +108,7 @@ def test_a_failure_is_told_once_with_what_a_command_line_can_do(server: MemorySe
     assert len([line for line in done.stderr.splitlines() if "died in commit" in line and not line.startswith("  ")]) == 1
     assert (
         done.stderr.splitlines()[-1]
-        == "  next: `instep status URL` says what each server serves: restart those that are gone, then push again"
+        == "  next: `instep status URL` says what each server serves: restart those that are gone, then run this again"
     )
 
 

@@ -41,6 +41,24 @@ def test_what_cannot_work_is_an_error_in_words(
     assert "secret" not in out + err
 
 
+@pytest.mark.parametrize("command", ["push", "verify"])
+def test_a_server_that_is_gone_is_told_with_what_a_command_line_can_do(command: str, server: MemoryServer, folder: Path, run: Run) -> None:
+    server.engine.dead = True
+    code, out, err = run(command, folder, "--engine", server.url)
+    assert code == 1
+    assert "memory is dead\n" in out + err
+    assert (out + err).count("\n  next: `instep status URL` says what each server serves") == 1
+    assert "sync." not in out + err
+
+
+def test_verify_tells_programs_the_next_step_too(server: MemoryServer, folder: Path, run: Run) -> None:
+    server.engine.dead = True
+    code, out, _ = run("verify", folder, "--engine", server.url, "--json")
+    (told,) = json.loads(out)["engines"]
+    assert (code, told["result"], told["error"]) == (1, "failed", f"EngineLost: {told['engine']}: memory is dead")
+    assert told["next_step"].startswith("`instep status URL`")
+
+
 def test_status_tells_a_dirty_engine_a_wrong_token_and_nobody_apart(start: Callable[..., MemoryServer], folder: Path, run: Run) -> None:
     dirty, closed = start(), start(token="x" * 20)
     dirty.engine.inject("tensor", tensor=3)

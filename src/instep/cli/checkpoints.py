@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from instep.config import VERSION
-from instep.errors import ConfigError
+from instep.errors import ConfigError, InstepError
 from instep.source.checkpoint import CheckpointSource
 from instep.source.module import ModuleSource
 
@@ -25,6 +25,7 @@ Urls = Annotated[list[str], Parameter(consume_multiple=True)]
 FILES = ("*.safetensors", "*.safetensors.index.json", "*.json")
 LOOKUP = 10.0
 """Seconds for the question whether the Hub has a model."""
+AGAIN = "`instep status URL` says what each server serves: restart those that are gone, then run this again"
 
 
 class Checkpoint(CheckpointSource):
@@ -87,3 +88,9 @@ def version_of(folder: Path) -> str:
     """The directory's name, without what a version cannot have: of a Hub id the revision."""
     text = re.sub(r"[^\x21-\x7e]+", "-", folder.resolve().name)[:128]
     return text if VERSION.fullmatch(text) else "checkpoint"
+
+
+def advise(error: InstepError) -> None:
+    """Puts a next step that a command line can take in the place of one with calls of a `WeightSync`."""
+    if "sync." in (error.next_step or ""):
+        error.next_step = AGAIN

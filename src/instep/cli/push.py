@@ -12,13 +12,12 @@ import msgspec
 
 from instep import WeightSync
 from instep.cli import PARTLY
-from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, found, version_of
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, found, version_of
 from instep.config import Require, TransportName, check_version
 from instep.engine import connect
 from instep.errors import InstepError
 from instep.telemetry import progress_bar
 
-AGAIN = "`instep status URL` says what each server serves: restart those that are gone, then push again"
 SECONDS, BYTES_A_SECOND = 60.0, 100e6
 
 
@@ -94,8 +93,7 @@ def spoken() -> Iterator[None]:
     try:
         yield
     except InstepError as error:
-        if "sync." in (error.next_step or ""):
-            error.next_step = AGAIN
+        advise(error)
         raise
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from instep.cli import DIGESTS_DIFFER, FAILED, PARTLY
-from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, found
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, found
 from instep.engine import Engine, connect
 from instep.errors import InstepError
 from instep.verify import Verified
@@ -56,6 +56,7 @@ async def every(source: Checkpoint, engines: Sequence[Engine], canary: Sequence[
         try:
             results.append((engine.name, await compare(source, engine, deadline=DEADLINE, canary=canary)))
         except InstepError as error:
+            advise(error)
             results.append((engine.name, error))
     return results
 
@@ -76,13 +77,13 @@ def exit_code(results: Sequence[Verified | InstepError]) -> int:
 
 def as_dict(name: str, result: Verified | InstepError) -> dict[str, Any]:
     if isinstance(result, InstepError):
-        return {"engine": name, "result": "failed", "error": f"{type(result).__name__}: {result.args[0]}"}
+        return {"engine": name, "result": "failed", "error": f"{type(result).__name__}: {result.args[0]}", "next_step": result.next_step}
     return asdict(result) | {"result": word(result)}
 
 
 def lines(name: str, result: Verified | InstepError) -> list[str]:
     if isinstance(result, InstepError):
-        return [f"{name}: failed: {type(result).__name__}: {result.args[0]}"]
+        return [f"{name}: failed: {type(result).__name__}: {result}"]
     label = "DIRTY" if result.dirty else result.version or "its own first weights"
     text = f"{result.engine} ({label}): {word(result)}: {result.equal} tensors equal ({result.nbytes / 1e6:.1f} MB)"
     text += f", {len(result.differing)} differ, {len(result.unread)} cannot be read back"
