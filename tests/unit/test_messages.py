@@ -51,6 +51,12 @@ def test_a_fault_that_is_not_there_is_not_injected(wrong: dict[str, Any]) -> Non
         MemoryEngine(OLD).inject(**wrong)
 
 
+@pytest.mark.parametrize("tp", [0, -1, 2.0, "2"])
+def test_an_engine_has_one_worker_or_more(tp: Any) -> None:
+    with pytest.raises(ConfigError, match=f"tp is the number of an engine's workers, 1 or more, not {tp!r}"):
+        MemoryEngine(OLD, tp=tp)
+
+
 def test_an_engine_in_memory_is_made_of_names_and_tensors() -> None:
     with pytest.raises(ConfigError, match="not of a Linear") as caught:
         MemoryEngine(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

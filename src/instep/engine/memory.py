@@ -40,7 +40,7 @@ class MemoryEngine:
     checkpoint: names and tensors as `save_pretrained` writes them; the shapes the engine is built from, and its first weights.
     tp: tensor-parallel workers. Where they do not divide a size the last ones have less.
 
-    Raises `ConfigError` for a checkpoint that is no mapping.
+    Raises `ConfigError` for a checkpoint that is no mapping, and for less than one worker.
     """
 
     def __init__(self, checkpoint: Mapping[str, torch.Tensor], *, tp: int = 1, name: str = "memory") -> None:
@@ -48,6 +48,8 @@ class MemoryEngine:
             raise ConfigError(
                 f"a MemoryEngine is made of names and tensors, not of a {type(checkpoint).__name__}", next_step="model.state_dict()"
             )
+        if not isinstance(tp, int) or tp < 1:
+            raise ConfigError(f"tp is the number of an engine's workers, 1 or more, not {tp!r}")
         self.name = name
         self.hosts = [MemoryHost(checkpoint, rank, tp) for rank in range(tp)]
         for host in self.hosts:
