@@ -21,6 +21,8 @@ logger = logging.getLogger("instep")
 
 
 class ServeControl(VllmControl):
+    """What `instep serve` gives to vLLM's `--middleware`: `VllmControl` that begins with a catch-up, where one was asked for."""
+
     async def begin(self, served: Served, args: Namespace) -> None:
         """Holds requests back until the engine has caught up, where that was asked for."""
         sweep()

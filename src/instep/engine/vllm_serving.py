@@ -44,6 +44,11 @@ async def start_vllm(model: str, **arguments: Any) -> VllmServing:
 
 
 class VllmServing:
+    """A running `AsyncLLM` as `Serving`. What it refuses is a `GenerationError`; that it refuses while it is dirty, an `EngineDirty`.
+
+    llm: as `start_vllm` makes it. model: the name or directory that it was started with, of which the HTTP app needs to know.
+    """
+
     def __init__(self, llm: Any, model: str) -> None:
         self.llm = llm
         self.model = model

@@ -52,6 +52,11 @@ class Prompt:
 
 
 class Work:
+    """The prompts of one actor, from `begin` to `end`. They come by the queue, as places for their samples become free, or by `submitted`.
+
+    An error of the engine ends the actor, and `astatus` tells it; those of tools and verifiers are in the samples.
+    """
+
     def __init__(
         self,
         name: str,

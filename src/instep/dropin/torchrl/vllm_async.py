@@ -41,6 +41,11 @@ class EngineActor(vllm_async._AsyncLLMEngine):  # type: ignore[misc]
 
 
 class AsyncVLLM(vllm_async.AsyncVLLM):  # type: ignore[misc]
+    """TorchRL's class with `EngineActor`s as replicas, unless another `actor_class` is given. Everything else is TorchRL's own.
+
+    Started by `launch`; `from_pretrained` raises `ConfigError`.
+    """
+
     def __init__(self, engine_args: Any, num_replicas: int = 1, actor_class: Any = None, enable_prefix_caching: bool | None = None) -> None:
         import ray
 
