@@ -16,7 +16,8 @@ from instep.errors import CanaryError, InstepError, PlanError, SourceError, Sync
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
-from instep.source import Source, unchanged
+from instep.source import unchanged
+from instep.source.guarded import Guarded
 from instep.telemetry import Event, Sink, logger
 from instep.transport import Published
 from instep.transport.auto import AutoTransport
@@ -27,7 +28,7 @@ class Session:
     """What one `WeightSync` has, and remembers from push to push."""
 
     config: Config
-    source: Source
+    source: Guarded
     fleet: Fleet
     transport: AutoTransport
     sinks: Sequence[Sink]
@@ -119,7 +120,7 @@ class Push:
             self._free_left_versions()
             workers = [worker for member in members for worker in member.workers]
             with unchanged(session.source) as stamp:
-                self.published = session.transport.publish(tensors, lambda: self._counted(tensors), workers)
+                self.published = session.transport.publish(tensors, lambda: self._counted(tensors), session.source.device, workers)
         self.stamp = stamp
         return Manifest(self.version, base, tensors, self.published.digests, self.published.location)
 

@@ -12,7 +12,9 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_p
 from source_models import assert_same_bits, assert_source_equals, llama, lora, make, qwen2_5_vl, qwen3, qwen3_moe, saved
 from torch import nn
 
+from instep import MemoryEngine, WeightSync
 from instep.errors import SourceError
+from instep.source.bare import merge
 from instep.source.module import ModuleSource
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -113,6 +115,21 @@ def test_case_81_an_optimizer_step_changes_what_is_sent(model: str) -> None:
     changed = {name for name, tensor in source.tensors() if not torch.equal(tensor, before[name])}
     expected = {f"model.layers.{layer}.self_attn.{name}.weight" for layer in (0, 1) for name in ("q_proj", "v_proj")}
     assert changed == expected | ({"lm_head.weight"} if model == "lora-saved-head" else set())
+
+
+@pytest.mark.usefixtures("segments")
+def test_a_push_merges_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one too: where its bytes are is known before they are computed."""
+    model, merged = lora(llama(), target_modules=["embed_tokens", "lm_head"]), []
+
+    def counted(path: str, layer: Any) -> dict[str, torch.Tensor]:
+        merged.append(path)
+        return merge(path, layer)
+
+    monkeypatch.setattr("instep.source.module.merge", counted)
+    with WeightSync(model, [MemoryEngine(saved(model))]) as sync:
+        sync.push("v1")
+    assert merged == ["model.embed_tokens", "lm_head"]
 
 
 def test_case_70_adapters_in_fp32_do_not_change_the_dtype_of_the_base() -> None:

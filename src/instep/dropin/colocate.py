@@ -26,7 +26,7 @@ from instep.dropin.rounds import Rounds
 from instep.dropin.together import as_instep
 from instep.errors import PlanError, TransportError, by_name
 from instep.protocol import Fault, TensorMeta, WorkerReceipt, decode, encode
-from instep.source import open_source
+from instep.source import device_of, open_source
 from instep.transport.shm import Segment
 
 ALIGN = 256  # so that any dtype can be viewed where a tensor begins
@@ -77,7 +77,7 @@ class ColocateSender:
 
     def report_device_id(self) -> str:
         if self.device_id is None:
-            self.device_id = device_id(next(tensor.device for _, tensor in self.source.tensors()))
+            self.device_id = device_id(device_of(self.source))
         return self.device_id
 
     def get_zmq_handles(self) -> dict[str, str]:
@@ -138,7 +138,7 @@ class ColocateSender:
     def _buffer(self) -> Iterator[tuple[torch.Tensor, Any]]:
         """Twice the largest tensor, on the device of the source."""
         size = 2 * max(_padded(meta.nbytes) for meta in self.source.metadata())
-        device = next(tensor.device for _, tensor in self.source.tensors())
+        device = device_of(self.source)
         if device.type == "cuda":
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
             yield buffer, share(buffer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -91,7 +91,3 @@ class RankedTransport(AutoTransport):
             "http": HttpTransport(),  # gathers tensor by tensor, into memory of rank 0's
         }
         super().__init__(only, timeout, every)
-        self.source = source
-
-    def _device(self, _: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> torch.device:
-        return self.source.device

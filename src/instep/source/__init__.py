@@ -63,6 +63,12 @@ def open_source(obj: Any) -> Source:
     )
 
 
+def device_of(source: Source) -> torch.device:
+    """Where a source's tensors are: what it says itself, if it has a `device`, or else where its first tensor is."""
+    device = getattr(source, "device", None)
+    return device if isinstance(device, torch.device) else next((value.device for _, value in source.tensors()), torch.device("cpu"))
+
+
 class Stamped(Protocol):
     def stamp(self) -> Hashable: ...
 

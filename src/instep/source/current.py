@@ -8,7 +8,7 @@ import torch
 
 from instep.errors import SourceError
 from instep.protocol import TensorMeta
-from instep.source import Source
+from instep.source import Source, device_of
 
 
 class CurrentSource:
@@ -27,6 +27,10 @@ class CurrentSource:
 
     def score(self, token_ids: list[int]) -> list[float] | None:
         return self._now().score(token_ids)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._now())
 
     def _now(self) -> Source:
         if self.source is None:

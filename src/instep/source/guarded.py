@@ -9,7 +9,7 @@ import torch
 
 from instep.errors import InstepError, SourceError
 from instep.protocol import TensorMeta
-from instep.source import Source
+from instep.source import Source, device_of
 
 
 class Guarded:
@@ -33,6 +33,11 @@ class Guarded:
     def score(self, token_ids: list[int]) -> list[float] | None:
         with self._calling("score"):
             return self.source.score(token_ids)
+
+    @property
+    def device(self) -> torch.device:
+        with self._calling("tensors"):
+            return device_of(self.source)
 
     @contextmanager
     def _calling(self, method: str) -> Iterator[None]:

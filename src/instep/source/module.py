@@ -123,6 +123,11 @@ class ModuleSource:
         scores: list[float] = logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()
         return scores
 
+    @property
+    def device(self) -> torch.device:
+        """Of its first tensor, which need not be merged to know that."""
+        return next((tensor.device for tensor in self._current().state.values()), torch.device("cpu"))
+
     def _current(self) -> _Snapshot:
         """The snapshot, taken anew after a change of structure. To look takes half a millisecond, a new one some hundred."""
         root = unwrap(self._module)

@@ -42,12 +42,17 @@ class AutoTransport:
         self.closed = False
 
     def publish(
-        self, tensors: list[TensorMeta], values: Callable[[], Iterable[tuple[str, torch.Tensor]]], workers: Sequence[Identity]
+        self,
+        tensors: list[TensorMeta],
+        values: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        device: torch.device,
+        workers: Sequence[Identity],
     ) -> Published:
-        """Raises `TransportError` with every candidate's reason where none is left, `SourceError` as `Transport.publish` does."""
+        """values: on `device`.
+
+        Raises `TransportError` with every candidate's reason where none is left, `SourceError` as `Transport.publish` does."""
         if self.closed:
             raise TransportError("the WeightSync was closed", next_step="make a new one")
-        device = self._device(values)
         against: dict[str, str] = {}
         for name, candidate in self.candidates.items():
             reason = self.refused.get(name) or candidate.consider(device, workers)
@@ -64,9 +69,6 @@ class AutoTransport:
                     return published
             against[name] = reason
         raise TransportError(f"no transport reaches the engines: {_listed(against)}")
-
-    def _device(self, values: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> torch.device:
-        return next((value.device for _, value in values()), torch.device("cpu"))
 
     def give_up(self, error: TransportError) -> bool:
         """Engines cannot open what was published last. Whether there is another candidate: the next publication takes it."""
