@@ -111,8 +111,7 @@ class BroadcastTransport:
             self._give_up("the push was cancelled")
             raise
         finally:
-            while not self.running.done():  # noqa: ASYNC110
-                await asyncio.sleep(0.0005)
+            await asyncio.wait([asyncio.wrap_future(self.running)])
         if step == "prepare" and isinstance(failure := self.running.result(), SourceError):
             raise failure  # of a commit the engines say what they serve now
 
