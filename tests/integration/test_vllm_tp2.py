@@ -1,18 +1,22 @@
-"""Tensor parallelism over two workers, and a worker that is killed in the middle of a commit."""
+"""Tensor parallelism over two workers: their slices by shared memory and by Gloo, which is what an engine on another host gets, a peer that
+dies on the way, and a worker that is killed in the middle of a commit. One engine for the whole file."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import greedy
+from engines import Generated, greedy
 from models import PROMPTS, tiny
 
 from instep import MemoryEngine, WeightSync
-from instep.errors import ApplyError, EngineDirty, EngineLost
+from instep.errors import ApplyError, EngineDirty, EngineLost, TransportError
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +25,58 @@ def llm(engine: Callable[..., Any], checkpoints: Callable[[str, int], Path]) -> 
     return engine(checkpoints("qwen3", 2), load_format="auto", tensor_parallel_size=2, worker_extension_cls="faulty.FaultyExtension")
 
 
-def test_two_workers_take_their_slices(llm: Any) -> None:
+@pytest.fixture(scope="module")
+def from_disk(llm: Any) -> Generated:
+    """What it generates before any push."""
+    return greedy(llm, PROMPTS)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_two_workers_take_their_slices(llm: Any, from_disk: Generated, transport: Any) -> None:
     """Away from the weights that were loaded from disk, and back to them by a push: the same tokens and log-probabilities, bit for bit."""
-    from_disk = greedy(llm, PROMPTS)
     model = tiny("qwen3", 3)
-    with WeightSync(source=model, engines=[llm]) as sync:
+    with WeightSync(source=model, engines=[llm], transport=transport) as sync:
         sync.push("away")
         assert greedy(llm, PROMPTS) != from_disk
         model.load_state_dict(tiny("qwen3", 2).state_dict())
         sync.push("back")
         assert greedy(llm, PROMPTS) == from_disk
+
+
+DIES = textwrap.dedent("""
+    import os, sys, torch
+    from instep.transport.group import Group, find
+    key, host, port = sys.argv[1].split("@")
+    group = Group("gloo", find(host, int(port), 20), key, 3, 4, torch.device("cpu"), 20)
+    os._exit(0)
+""")
+
+
+def test_a_peer_that_dies_on_the_way_leaves_the_engine_with_what_it_served(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fourth rank, which stands for another engine's worker, joins the group and is gone before the first bucket."""
+    before = greedy(llm, PROMPTS)
+    with WeightSync(source=tiny("qwen3", 4), engines=[llm], transport="gloo", timeout=20) as sync:
+        transport = sync._session.transport.candidates["gloo"]
+        publish = transport.publish
+
+        def with_a_peer(tensors: Any, values: Any) -> Any:
+            transport.wanted = {**transport.wanted, "another": 3}  # type: ignore[attr-defined]
+            published = publish(tensors, values)
+            processes.append(subprocess.Popen([sys.executable, "-c", DIES, published.location.address]))
+            return published
+
+        processes: list[subprocess.Popen[bytes]] = []
+        monkeypatch.setattr(transport, "publish", with_a_peer)
+        started = time.monotonic()
+        with pytest.raises(TransportError):
+            sync.push("never")
+        assert time.monotonic() - started < 20
+        assert processes[0].wait(timeout=20) == 0
+        assert greedy(llm, PROMPTS) == before
+        assert [state.serving for state in sync.status()] == ["old"]
+        monkeypatch.undo()
+        sync.push("now")
+        assert greedy(llm, PROMPTS) != before
 
 
 def test_one_worker_that_fails_makes_the_engine_dirty(llm: Any) -> None:
