@@ -7,6 +7,7 @@ In a process of its own, with the engine inside it: one import of vLLM serves al
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -28,24 +29,25 @@ def main(out: str, *checkpoints: str) -> None:
     """`checkpoints` come in pairs: two of each family. The first pair is of the family with a tied head."""
     results: dict[str, dict[str, Generated]] = {}
     for first, second in zip(checkpoints[::2], checkpoints[1::2], strict=True):
-        results[first] = {"fresh": generated(first)}
-        results[second] = {"fresh": generated(second)}
-        results[first]["stock_reload"] = generated(second, then=lambda llm, folder=first: stock_reload(llm, folder))
+        fresh, reloaded = generated(second, then=lambda llm, folder=first: stock_reload(llm, folder))
+        results[first] = {"fresh": generated(first)[0], "stock_reload": reloaded}
+        results[second] = {"fresh": fresh}
     with packed_heads():
         first, second = checkpoints[:2]
-        results[first]["packed_fresh"] = generated(first)
-        results[first]["packed_stock_reload"] = generated(second, then=lambda llm: stock_reload(llm, first))
-        results[first]["packed_push"] = generated(second, then=lambda llm: push(llm, first))
+        results[first]["packed_fresh"] = generated(first)[0]
+        results[first]["packed_stock_reload"] = generated(second, then=lambda llm: stock_reload(llm, first))[1]
+        results[first]["packed_push"] = generated(second, then=lambda llm: push(llm, first))[1]
     Path(out).write_text(json.dumps(results))
 
 
-def generated(folder: str, then: Callable[[Any], None] | None = None) -> Generated:
-    """What an engine that loaded `folder` generates, after `then` was done to it."""
+def generated(folder: str, then: Callable[[Any], None] = lambda llm: None) -> tuple[Generated, Generated]:
+    """What an engine that loaded `folder` generates, and what it generates after `then` was done to it."""
+    gc.freeze()  # engines collect garbage when they start and when they end, and what is there by now stays: half the time
     llm = start(Path(folder), load_format="auto")
     try:
-        if then is not None:
-            then(llm)
-        return greedy(llm, PROMPTS)
+        fresh = greedy(llm, PROMPTS)
+        then(llm)
+        return fresh, greedy(llm, PROMPTS)
     finally:
         stop(llm)
 
