@@ -62,7 +62,6 @@ def test_what_several_ranks_cannot_have_is_refused(found: Seen) -> None:
     assert all("weight has placement P" in one["partial"] for one in (leads, follows))
 
 
-@pytest.mark.parametrize("case", [played(2, "repeated/bfloat16/1000"), played(2, "repeated/float32/100")])
+@pytest.mark.parametrize("case", [played(2, "thousand/bfloat16"), played(2, "thousand/float32")])
 def test_case_79_a_thousand_pushes_of_an_adapter_change_no_bit(case: str, found: Seen) -> None:
-    """In float32 a merge in place would show after a few."""
     assert all(one == {"digests": 1, "same": True} for one in found)

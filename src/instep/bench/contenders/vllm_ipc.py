@@ -16,7 +16,6 @@ from instep.bench.measure import Push
 from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
 
-
 BUFFER = 1 << 30
 """Bytes, vLLM's default."""
 
