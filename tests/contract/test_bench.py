@@ -30,7 +30,7 @@ def test_a_way_brings_the_weights_into_the_engine(results: bench.Results, way: s
 
 def test_the_limits_and_the_methods_to_copy_are_there(results: bench.Results) -> None:
     assert results.notes == []
-    assert results.calls["memory"] > 0
+    assert results.calls["memory"].keys() == {"nothing", "pause", "resume"}
     assert {limit.name for limit in results.limits} == {"memory copy", "Gloo broadcast"}
     assert [(copy.method, copy.error) for copy in results.copies] == [("loop of copy_", None), ("torch._foreach_copy_", None)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from instep.bench.stages import Stage, stages
 from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
 from instep.bench.waits import Late, bounded
+from instep.engine import connect
 from instep.errors import ConfigError
 
 CALLS = 50
@@ -39,7 +41,7 @@ class Benchmark:
         self.limits: list[Limit] = []
         self.rows: list[Row] = []
         self.copies: list[Copy] = []
-        self.calls: dict[str, float] = {}
+        self.calls: dict[str, dict[str, float]] = {}
         self.notes: list[str] = []
 
     def make(self, kind: TrainerKind) -> Trainer:
@@ -71,9 +73,16 @@ class Benchmark:
         for limit in broadcast_limits(name, subject, self.trainer.device, backend, self.trainer.nbytes):
             self.found(limit)
 
-    def empty_call(self, subject: Subject) -> None:
-        """What a push pays for each of its calls, whatever they do."""
-        self.calls[subject.name] = median(timed(subject.call, "pid") for _ in range(CALLS))
+    def measure_calls(self, subject: Subject) -> None:
+        """What a push pays for calls beside what they move."""
+        engine = connect(subject.engine)
+        calls = {
+            "nothing": lambda: subject.call("pid"),
+            "pause": lambda: asyncio.run(engine.pause("reset")),
+            "resume": lambda: asyncio.run(engine.resume()),
+        }
+        seconds = [{name: timed(call) for name, call in calls.items()} for _ in range(CALLS)]
+        self.calls[subject.name] = {name: median(some[name] for some in seconds) for name in calls}
 
     def play(self, stage: Stage) -> None:
         """Every way of the stage becomes a row, whatever happens."""
@@ -82,7 +91,7 @@ class Benchmark:
         try:
             with stage.started() as subject:
                 bench = Bench(self.trainer, subject, self.repeats)
-                self.attempt("an empty call", partial(self.empty_call, subject))
+                self.attempt("calls", partial(self.measure_calls, subject))
                 if stage.broadcast is not None:
                     bench.lost = self.attempt(stage.broadcast[0], partial(self.broadcast_limits, *stage.broadcast, subject))
                 while waiting:
@@ -126,8 +135,8 @@ class Benchmark:
         self.say(f"{row.way}, engine on {row.engine}: {text}")
 
 
-def timed(call: Callable[..., object], *arguments: object) -> float:
+def timed(call: Callable[[], object]) -> float:
     """Seconds."""
     started = perf_counter()
-    call(*arguments)
+    call()
     return perf_counter() - started

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -34,7 +34,7 @@ def tables(results: Results) -> str:
         ),
         _table(("limit", "engine", "message", "rate", "the model's bytes"), (_limit(limit, setting.nbytes) for limit in results.limits)),
         _table(("copies of one plan", "to", "regions", "time", "rate"), map(_copy, results.copies)),
-        "\n".join(f"an empty call to the engine on {engine}: {time(seconds)}" for engine, seconds in results.calls.items()),
+        "\n".join(_calls(engine, seconds) for engine, seconds in results.calls.items()),
         "\n".join(results.notes),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -53,6 +53,10 @@ def _row(row: Row, summary: Summary) -> Sequence[str]:
 
 def _limit(limit: Limit, nbytes: int) -> Sequence[str]:
     return limit.name, limit.engine, size(limit.nbytes), rate(limit.rate), time(nbytes / limit.rate)
+
+
+def _calls(engine: str, seconds: Mapping[str, float]) -> str:
+    return f"calls to the engine on {engine}: " + ", ".join(f"{name} {time(value)}" for name, value in seconds.items())
 
 
 def _copy(copy: Copy) -> Sequence[str]:

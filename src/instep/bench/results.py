@@ -82,8 +82,9 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     limits: list[Limit]
     rows: list[Row]
     copies: list[Copy]
-    calls: dict[str, float] = {}
-    """Seconds of a call to a worker that does nothing, by engine: a push makes five."""
+    calls: dict[str, dict[str, float]] = {}
+    """Seconds of calls that move no weights, by engine (medians): one to a worker that does nothing, of which a push makes three, and those
+    that pause the engine, its caches reset, and let it go on."""
     notes: list[str] = []
     """What could not be measured beside the rows, and why."""
 
