@@ -125,8 +125,8 @@ class ModuleSource:
 
     @property
     def device(self) -> torch.device:
-        """Of its first tensor, which need not be merged to know that."""
-        return next((tensor.device for tensor in self._current().state.values()), torch.device("cpu"))
+        """Of its first tensor, which need not be merged to know that, in the structure that was seen last."""
+        return next((tensor.device for tensor in (self._snapshot or self._current()).state.values()), torch.device("cpu"))
 
     def _current(self) -> _Snapshot:
         """The snapshot, taken anew after a change of structure. To look takes half a millisecond, a new one some hundred."""
