@@ -1,4 +1,5 @@
-"""Groups of processes that are a trainer's ranks. A group of each size is started once, and plays what all selected tests ask of it."""
+"""Groups of processes that are a trainer's ranks. They play what all selected tests ask of them: one group of each size, and another one
+after each case that kills a rank."""
 
 from __future__ import annotations
 
@@ -28,6 +29,14 @@ def possible(case: str) -> bool:
     return "zero" not in case or importlib.util.find_spec("deepspeed") is not None
 
 
+def lives(asked: list[str]) -> list[list[str]]:
+    """The cases of each group of one size: one that kills a rank is the last thing that a group plays."""
+    cases = dict.fromkeys(asked)
+    last = [case for case in cases if "dies" in case]
+    first = [case for case in cases if case not in last]
+    return [[*first, *last[:1]], *([case] for case in last[1:])]
+
+
 class Ranks:
     """What the processes of each group wrote down. They play when this is made, group after group.
 
@@ -36,8 +45,7 @@ class Ranks:
 
     def __init__(self, folder: Path, groups: dict[int, list[str]], seconds: float) -> None:
         self.folder = folder
-        # One that kills a rank is the last thing that a group plays.
-        ordered = {size: sorted(dict.fromkeys(cases), key=lambda case: "dies" in case) for size, cases in groups.items()}
+        ordered = [(size, cases) for size, asked in groups.items() for cases in lives(asked)]
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(TESTS / "rank_program.py"), str(folder), json.dumps(ordered)]

@@ -3,7 +3,7 @@ that it is told of, and writes down what it saw.
 
 python rank_program.py FOLDER GROUPS
 
-GROUPS: as JSON, the cases by the size of the group. What all ranks need is imported once, before they are forked: it takes many seconds.
+GROUPS: as JSON, the size of each group and its cases. What all ranks need is imported once, before they are forked: it takes many seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 
 
-def main(folder: Path, groups: dict[str, list[str]]) -> None:
+def main(folder: Path, groups: list[tuple[int, list[str]]]) -> None:
     import rank_models  # noqa: F401  and with it torch, transformers and peft
     import torch
 
@@ -27,10 +27,10 @@ def main(folder: Path, groups: dict[str, list[str]]) -> None:
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
     torch.set_num_threads(1)
-    for size, names in groups.items():
+    for size, names in groups:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        started = [fork(folder, rank, int(size), port, names) for rank in range(int(size))]
+        started = [fork(folder, rank, size, port, names) for rank in range(size)]
         for process in started:
             os.waitpid(process, 0)
 
@@ -39,7 +39,7 @@ def fork(folder: Path, rank: int, size: int, port: int, names: list[str]) -> int
     if process := os.fork():
         return process
     try:
-        log = os.open(folder / f"log.{size}.{rank}", os.O_WRONLY | os.O_CREAT)
+        log = os.open(folder / f"log.{size}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -62,7 +62,7 @@ def play(results: Path, names: list[str]) -> None:
         torch.distributed.init_process_group("gloo")
     import rank_cases
 
-    seen = {}
+    seen = json.loads(results.read_text()) if results.exists() else {}  # of a group of this size before
     for name in names:
         started = time.monotonic()
         try:

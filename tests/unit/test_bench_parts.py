@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 from typing import Any, get_args
 
@@ -77,14 +80,22 @@ def test_a_peak_is_what_was_held_beyond_the_base() -> None:
         assert 0 <= peak["host"] < 1 << 30
 
 
-def test_memory_that_stays_is_seen() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU, memory of the GPU is looked at")
+STAYS = textwrap.dedent("""
+    import os, torch
+    from instep.bench import memory
     pids = [os.getpid()]
     with memory.peak(pids, memory.held(pids)) as peak:
         held = torch.ones(64 << 20, dtype=torch.uint8)
-    assert held[0] == 1
-    assert peak["host"] >= 60 << 20
+    print(peak["host"] >> 20)
+""")
+
+
+def test_memory_that_stays_is_seen() -> None:
+    """In a process of its own: what others have left in this one may be freed meanwhile."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU, memory of the GPU is looked at")
+    done = subprocess.run([sys.executable, "-c", STAYS], capture_output=True, text=True, timeout=120, check=True)
+    assert 60 <= int(done.stdout) < 1000
 
 
 def test_the_environment_is_as_before() -> None:
