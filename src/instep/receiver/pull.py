@@ -49,13 +49,12 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Callable[[Ten
         if len(whole_words) < len(rows) or not apart(regions[name], meta.shape):
             made.odd[name] = routes
             continue
-        once = set()
+        parts, once = places(meta), set()
         for route, into in zip(routes, whole_words, strict=True):
             # The same bytes a second time (a tied pair kept apart) are moved, and not counted twice.
             counted = slot if route.source not in once else made.slot()
             once.add(route.source)
-            for place in places(meta):
-                made.runs += [run_of(theirs, meta, counted, into=mine) for mine, theirs in common(into, place)]
+            made.runs += [run_of(theirs, meta, counted, into=mine) for part in parts for mine, theirs in common(into, part)]
         if name not in others:  # what other layers read of it is not summed up here
             made.parts[name] = slot
     return made
