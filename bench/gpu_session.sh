@@ -17,19 +17,18 @@ no_vllm=(tests/gpu/test_nccl.py tests/gpu/test_digest_cuda.py tests/gpu/test_ben
 tests() { timeout "$1" python3 -m pytest -q -s -p no:cacheprovider -o faulthandler_timeout=120 "${@:3}" >"$out/$2.log" 2>&1; echo "$2: $(tail -1 "$out/$2.log")"; }
 bench() { timeout "$1" python3 -m instep.bench --shapes "$shapes" --out "$out" "${@:3}" >"$out/$2.log" 2>&1; sed -n '/medians of/,$p' "$out/$2.log"; }
 
-for step in "${@:-transports vllm bench fsdp2}"; do
-    for one in $step; do
-        case $one in
-        transports) tests 200 transports "${no_vllm[@]}" ;;
-        vllm) # what looks at free memory runs alone, afterwards
-            for file in tests/gpu/test_*.py; do
-                [[ " ${no_vllm[*]} " == *" $file "* ]] || tests 400 "$(basename "$file" .py)" "$file" -k "not flat" &
-            done
-            wait
-            tests 300 flat tests/gpu -k flat ;;
-        bench) bench 420 bench ;;
-        fsdp2) bench 420 fsdp2 --trainer fsdp2 ;;
-        *) echo "no step named $one" >&2; exit 2 ;;
-        esac
-    done
+[ $# -gt 0 ] || set -- transports vllm bench fsdp2
+for step; do
+    case $step in
+    transports) tests 200 transports "${no_vllm[@]}" ;;
+    vllm) # what looks at free memory runs alone, afterwards
+        for file in tests/gpu/test_*.py; do
+            [[ " ${no_vllm[*]} " == *" $file "* ]] || tests 400 "$(basename "$file" .py)" "$file" -k "not flat" &
+        done
+        wait
+        tests 300 flat tests/gpu -k flat ;;
+    bench) bench 420 bench ;;
+    fsdp2) bench 420 fsdp2 --trainer fsdp2 ;;
+    *) echo "no step named $step" >&2; exit 2 ;;
+    esac
 done

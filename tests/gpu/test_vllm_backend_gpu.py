@@ -39,11 +39,15 @@ def llm(checkpoint: Path) -> Iterator[Any]:
     llm.llm_engine.engine_core.shutdown()
 
 
+def finish(llm: Any, version: str) -> None:
+    labels = inspect.signature(llm.finish_weight_update).parameters  # none before vLLM 0.27
+    llm.finish_weight_update(*([version] if labels else []))
+
+
 def update(llm: Any, publisher: WeightPublisher, version: str) -> None:
     llm.start_weight_update()
     llm.update_weights({"update_info": publisher.update_info(version)})
-    labels = inspect.signature(llm.finish_weight_update).parameters  # none before vLLM 0.27
-    llm.finish_weight_update(*([version] if labels else []))
+    finish(llm, version)
     publisher.finished()
     llm.reset_prefix_cache()
 
@@ -60,7 +64,7 @@ def test_the_four_phases(llm: Any) -> None:
     llm.update_weights({"update_info": info})
     llm.reset_prefix_cache()
     assert greedy(llm, PROMPTS) != llm.fresh, "a version is staged, not served, before the last phase"
-    llm.finish_weight_update(*(["staged"] if inspect.signature(llm.finish_weight_update).parameters else []))
+    finish(llm, "staged")
     llm.reset_prefix_cache()
     assert greedy(llm, PROMPTS) == llm.fresh
     publisher.close()

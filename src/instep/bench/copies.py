@@ -3,7 +3,6 @@ engine's."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from instep.bench.results import Copy
-from instep.bench.trainer import synchronize
+from instep.bench.trainer import timed_runs
 from instep.digest_cuda import Table, in_one
 from instep.engine.memory_host import MemoryHost
 from instep.plan.overlap import Rows, contiguous
@@ -72,18 +71,7 @@ def digest_alone(tensors: Tensors, device: torch.device, repeats: int) -> Copy:
         table.result()
 
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    return Copy(method="digest alone", to=str(device), regions=len(metas), nbytes=nbytes, seconds=_seconds(sums, repeats))
-
-
-def _seconds(call: Callable[[], object], repeats: int) -> list[float]:
-    seconds = []
-    for _ in range(WARM_UPS + repeats):
-        synchronize()
-        started = time.perf_counter()
-        call()
-        synchronize()
-        seconds.append(time.perf_counter() - started)
-    return seconds[WARM_UPS:]
+    return Copy(method="digest alone", to=str(device), regions=len(metas), nbytes=nbytes, seconds=timed_runs(sums, WARM_UPS, repeats))
 
 
 def measure(name: str, method: Method, plan: Plan, repeats: int) -> Copy:
@@ -92,7 +80,7 @@ def measure(name: str, method: Method, plan: Plan, repeats: int) -> Copy:
     try:
         copy = method(plan)
         torch._foreach_zero_(list({tensor.data_ptr(): tensor for tensor in plan.live.values()}.values()))
-        seconds = _seconds(copy, repeats)
+        seconds = timed_runs(copy, WARM_UPS, repeats)
         wrong = [route.param for route in plan.routes if not holds(plan.live[route.param], route, plan.tensors)]
         if wrong:
             raise NotCopied(f"{wrong[0]} does not hold the tensor's bytes afterwards")

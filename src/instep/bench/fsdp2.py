@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from instep.bench import shapes
+from instep.bench.group import free_port
 from instep.bench.memory import trim
 from instep.bench.trainer import Trainer
 from instep.bench.waits import DEADLINE
@@ -145,8 +145,7 @@ class Fsdp2Trainer(Trainer):
 
     def __init__(self, name: str, devices: tuple[str, str]) -> None:
         super().__init__(name, devices[0])
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.peer = Peer(self.rank, name, devices[1], port)
         try:
             with self.peer.doing("make", seconds=START):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,13 @@ import torch
 from instep.bench.subjects import Subject
 from instep.bench.waits import DEADLINE, beside
 from instep.transport.group import Group, serve
+
+
+def free_port() -> int:
+    """For a group whose store somebody else will serve."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @contextmanager

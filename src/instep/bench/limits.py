@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from instep.bench.group import joined
 from instep.bench.results import Limit
 from instep.bench.subjects import Subject
-from instep.bench.trainer import synchronize
+from instep.bench.trainer import timed_runs
 from instep.bench.waits import beside
 from instep.bench.worker import exchange
 
@@ -29,16 +28,13 @@ def copy_limit(name: str, engine: str, sources: Sequence[str], target: str, nbyt
     parts = [[torch.zeros(nbytes // len(sources), dtype=torch.uint8, device=device) for device in (source, target)] for source in sources]
     place = torch.device(target)
     streams = [torch.cuda.Stream(place) if place.type == "cuda" else None for _ in sources]  # type: ignore[no-untyped-call]
-    seconds = []
-    for _ in range(WARM_UPS + REPEATS):
-        synchronize()
-        started = time.perf_counter()
+
+    def copy() -> None:
         for (held, room), stream in zip(parts, streams, strict=True):
             with torch.cuda.stream(stream):
                 room.copy_(held, non_blocking=True)
-        synchronize()
-        seconds.append(time.perf_counter() - started)
-    return Limit(name=name, engine=engine, nbytes=nbytes, seconds=seconds[WARM_UPS:])
+
+    return Limit(name=name, engine=engine, nbytes=nbytes, seconds=timed_runs(copy, WARM_UPS, REPEATS))
 
 
 def broadcast_limits(name: str, subject: Subject, device: str, backend: str, nbytes: int) -> list[Limit]:

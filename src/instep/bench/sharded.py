@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from instep.bench.group import free_port
 from instep.bench.machine import processor, versions
 
 WAYS = ("shm, nothing gathered", "gloo, gathered bucket by bucket", "gloo, gathered whole, then sent")
@@ -26,9 +26,13 @@ SECONDS = 900.0
 
 def play(size: int, shapes: str, repeats: int, folder: Path) -> list[dict[str, Any]]:
     """What each rank of a trainer of `size` ranks measured."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
     program = [sys.executable, "-m", "instep.bench.sharded_rank", shapes, str(repeats)]
     outs = [folder / f"{size}-{rank}.json" for rank in range(size)]
     started = []

@@ -80,13 +80,10 @@ class VllmSubject:
 
     def __init__(self, trainer: Trainer, folder: Path, gpu: int | None = None, **arguments: Any) -> None:
         self.name = "CPU" if gpu is None else f"GPU {gpu}"
-        self.held = ExitStack()
-        self.held.enter_context(environment(ON_BOTH_SIDES))
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(environment(ON_BOTH_SIDES))
             self.engine = start_vllm(folder, gpu, trainer.nbytes, **arguments)
-        except BaseException:
-            self.held.close()
-            raise
+            self.held = stack.pop_all()
 
     def call(self, method: str, *arguments: Any) -> Any:
         (result,) = self.engine.collective_rpc("bench_call", args=(method, list(arguments)))
@@ -107,8 +104,8 @@ class VllmSubject:
         return largest(gaps), answers
 
     def close(self) -> None:
-        self.engine.llm_engine.engine_core.shutdown()
-        self.held.close()
+        with self.held:
+            self.engine.llm_engine.engine_core.shutdown()
 
 
 def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -56,6 +57,18 @@ def synchronize() -> None:
     """Waits for all GPUs, where there are any."""
     for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)
+
+
+def timed_runs(call: Callable[[], object], warm_ups: int, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` calls, the wait for all GPUs included."""
+    seconds = []
+    for _ in range(warm_ups + repeats):
+        synchronize()
+        started = time.perf_counter()
+        call()
+        synchronize()
+        seconds.append(time.perf_counter() - started)
+    return seconds[warm_ups:]
 
 
 def largest(differences: list[float]) -> float:

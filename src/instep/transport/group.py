@@ -95,7 +95,7 @@ class Group:
         """What may be why ranks cannot be connected."""
         if self.backend != "nccl":
             return ""
-        with suppress(Exception):
+        with suppress(Exception):  # the store may be gone: why it could not be formed is told without this
             told = {self.store.get(f"settings {rank}").decode() for rank in range(self.size) if self.store.check([f"settings {rank}"])}
             if len(told) > 1:
                 return f", whose processes differ in {CUMEM} ({' / '.join(sorted(told))}: set it alike in all of them)"

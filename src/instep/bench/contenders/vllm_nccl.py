@@ -5,12 +5,12 @@ Written for the trainer's side of vLLM 0.25 to 0.27. From `start_weight_update` 
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from instep.bench.group import free_port
 from instep.bench.measure import Push
 from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
@@ -49,14 +49,7 @@ def vllm_nccl(packed: bool, trainer: Trainer, subject: Subject) -> Iterator[Push
 
 def _joined(transfer: Any, llm: Any) -> Any:
     """The trainer's end of a group with the engine's worker."""
-    info = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 2}
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
     joining = beside(lambda: transfer.trainer_init(info))
     llm.init_weight_transfer_engine({"init_info": {**info, "rank_offset": 1}})
     return joining.result(DEADLINE)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
