@@ -68,13 +68,13 @@ def test_two_workers_follow_a_trainer_on_one_of_their_gpus(actor: Any) -> None:
     trainer = model("tiny", 3, "cuda:0")
     with WeightSync(trainer, [actor]) as sync:
         sync.push("one")
-        under_way = [actor.generate.remote(ask(f"flight-{index}", prompt, 80)) for index, prompt in enumerate(PROMPTS)]
+        under_way = [actor.generate.remote(ask(f"flight-{index}", prompt, 64)) for index, prompt in enumerate(PROMPTS)]
         trainer.load_state_dict(model("tiny", 2, "cuda:0").state_dict())
         sync.push("two")
         for result in ray.get(under_way, timeout=SOON):
             for sample in result.samples:
                 assert {span.version for span in sample.versions} <= {"one", "two"}
-                assert sample.versions[-1].end == len(sample.token_ids) == 80
+                assert sample.versions[-1].end == len(sample.token_ids) == 64
         for index, prompt in enumerate(PROMPTS):
             result = ray.get(actor.generate.remote(ask(str(index), prompt, 12)), timeout=SOON)
             for sample in result.samples:
