@@ -59,10 +59,10 @@ def test_a_trainer_that_stops_sending(
     """Before the first bucket nothing has been written; afterwards the engine has parts of two versions, and a push heals it. Without a
     pause its first buckets are still on their way then."""
     monkeypatch.setitem(broadcast.WAYS, "nccl", MANY)
-    pack = broadcast.pack
+    packed = broadcast.BroadcastTransport._packed
 
     def breaks(*arguments: Any) -> Iterator[torch.Tensor]:
-        for index, full in enumerate(pack(*arguments)):
+        for index, full in enumerate(packed(*arguments)):
             if index == bucket:
                 time.sleep(after)
                 raise RuntimeError("the trainer's disk is gone")
@@ -72,7 +72,7 @@ def test_a_trainer_that_stops_sending(
         sync.push(f"whole-{bucket}-{after}")
         before = {name: tensor.clone() for name, tensor in weights.items()}
         step(weights)
-        monkeypatch.setattr(broadcast, "pack", breaks)
+        monkeypatch.setattr(broadcast.BroadcastTransport, "_packed", breaks)
         started = time.monotonic()
         with pytest.raises(SyncError, match="disk is gone"):
             sync.push(f"halved-{bucket}-{after}")
@@ -80,7 +80,7 @@ def test_a_trainer_that_stops_sending(
         (state,) = sync.status()
         assert state.serving in (["dirty"] if bucket and after else ["old"] if not bucket else ["old", "dirty"])
         assert state.serving == "dirty" or engine.holds(before)
-        monkeypatch.setattr(broadcast, "pack", pack)
+        monkeypatch.setattr(broadcast.BroadcastTransport, "_packed", packed)
         sync.push(f"whole-again-{bucket}-{after}")
         assert engine.holds(weights)
 

@@ -83,22 +83,22 @@ def test_a_trainer_that_stops_sending_leaves_a_dirty_engine_that_a_push_heals(ot
     with WeightSync(trainer, [other_gpu], transport="nccl", timeout=20) as sync:
         sync.push("whole")
         before = greedy(other_gpu, PROMPTS)
-        pack = broadcast.pack
+        packed = broadcast.BroadcastTransport._packed
 
         def breaks(*arguments: Any) -> Iterator[torch.Tensor]:
-            for index, bucket in enumerate(pack(*arguments)):
+            for index, bucket in enumerate(packed(*arguments)):
                 if index == 3:
                     raise RuntimeError("the trainer's disk is gone")
                 yield bucket
 
-        monkeypatch.setattr(broadcast, "pack", breaks)
+        monkeypatch.setattr(broadcast.BroadcastTransport, "_packed", breaks)
         started = time.monotonic()
         with pytest.raises(InstepError, match="disk is gone"):
             sync.push("halved")
         assert time.monotonic() - started < 20
         with pytest.raises(InstepError, match="refuses to generate"):
             greedy(other_gpu, PROMPTS)
-        monkeypatch.setattr(broadcast, "pack", pack)
+        monkeypatch.setattr(broadcast.BroadcastTransport, "_packed", packed)
         sync.push("whole-again")
         assert greedy(other_gpu, PROMPTS) == before
 

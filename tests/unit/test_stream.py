@@ -16,7 +16,7 @@ from toys import Checkpoint, checkpoint
 from instep import MemoryEngine, WeightSync
 from instep.errors import DigestMismatch, InstepError, SourceError, SyncError
 from instep.plan.buckets import ALIGN
-from instep.transport import broadcast, group, incoming
+from instep.transport import broadcast, group, incoming, tally
 from instep.transport.broadcast import BroadcastTransport, Way
 from instep.transport.group import Group
 
@@ -101,10 +101,10 @@ def test_a_trainer_that_stops_sending(bucket: int, error: type[Exception], monke
     """Before the first bucket nothing has been written; afterwards the engine has parts of two versions and says so."""
     weights = checkpoint(1)
     engines = [MemoryEngine(checkpoint(0), name="a"), MemoryEngine(checkpoint(0), tp=2, name="b")]
-    pack = broadcast.pack
+    packed = broadcast.BroadcastTransport._packed
 
     def breaks(*arguments: Any) -> Iterator[torch.Tensor]:
-        for index, full in enumerate(pack(*arguments)):
+        for index, full in enumerate(packed(*arguments)):
             if index == bucket:
                 time.sleep(0.3)  # what was sent arrives
                 raise error("the trainer's disk is gone")
@@ -114,7 +114,7 @@ def test_a_trainer_that_stops_sending(bucket: int, error: type[Exception], monke
         sync.push("whole")
         before = [engine.fingerprint() for engine in engines]
         step(weights)
-        monkeypatch.setattr(broadcast, "pack", breaks)
+        monkeypatch.setattr(broadcast.BroadcastTransport, "_packed", breaks)
         started = time.monotonic()
         with pytest.raises(SyncError, match="disk is gone") as caught:
             sync.push("halved")
@@ -125,7 +125,7 @@ def test_a_trainer_that_stops_sending(bucket: int, error: type[Exception], monke
         if bucket == 0:
             assert [engine.fingerprint() for engine in engines] == before
             assert all(engine.generate([1], 1) for engine in engines)
-        monkeypatch.setattr(broadcast, "pack", pack)
+        monkeypatch.setattr(broadcast.BroadcastTransport, "_packed", packed)
         sync.push("whole-again")
         assert all(same(engine, weights) for engine in engines)
 
@@ -135,7 +135,7 @@ def test_nothing_is_brought_to_a_gpu_while_buckets_are_awaited(monkeypatch: pyte
     knows that all take part."""
     begun: dict[int, int] = {}
     late: list[int] = []
-    broadcast_of, meet, made = Group.broadcast, Group.meet, Table.__init__
+    broadcast_of, meet, settle, made = Group.broadcast, Group.meet, Group.settle, Table.__init__
 
     def counts(self: Group, tensor: torch.Tensor, root: int = 0) -> Any:
         begun[threading.get_ident()] += 1
@@ -149,8 +149,14 @@ def test_nothing_is_brought_to_a_gpu_while_buckets_are_awaited(monkeypatch: pyte
         late.extend([threading.get_ident()] * (begun.get(threading.get_ident(), 0) > 2))
         made(self, *arguments, **named)
 
+    def ends(self: Group) -> None:
+        settle(self)
+        if self.rank == 0:  # once, when all has been sent
+            begun[threading.get_ident()] = 0
+
     monkeypatch.setattr(Group, "broadcast", counts)
     monkeypatch.setattr(Group, "meet", starts)
+    monkeypatch.setattr(Group, "settle", ends)
     monkeypatch.setattr(Table, "__init__", looks)
     weights = checkpoint(1)
     with WeightSync(weights, [MemoryEngine(checkpoint(0), tp=2)], transport="nccl") as sync:
@@ -181,3 +187,36 @@ def test_an_engine_that_does_not_get_to_the_commit(point: Any, kind: Any) -> Non
         sync.push("three")
         assert same(good, weights)
         assert same(bad, weights)
+
+
+def test_what_lies_where_it_lay_is_moved_by_one_launch_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the trainer's side too. PyTorch copies what has another dtype, is not contiguous, is of odd size, or has moved."""
+    put: list[str] = []
+    copies = tally._put
+
+    def counts(bucket: torch.Tensor, piece: Any, data: torch.Tensor) -> None:
+        put.append(piece.meta.name)
+        copies(bucket, piece, data)
+
+    monkeypatch.setattr(tally, "_put", counts)
+    weights = checkpoint(1)
+    turned, cast, moves = sorted(weights)[:3]
+    weights[turned] = weights[turned].t().contiguous().t()
+    weights[cast] = weights[cast].float()
+    engine = MemoryEngine(checkpoint(0))
+    found = []
+    with WeightSync(weights, [engine], transport="nccl", cast=True) as sync:
+        for version in "abcde":
+            for tensor in weights.values():
+                tensor.neg_()
+            if version == "d":
+                weights[moves] = weights[moves].clone()
+            put.clear()
+            sync.push(version)
+            assert same(engine, {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()})
+            found.append(set(put))
+    odd = {name for name, tensor in weights.items() if tensor.to(torch.bfloat16).nbytes % 8}
+    always = {turned, cast} | odd
+    assert found[0] == set(weights)
+    assert found[1] == found[2] == found[4] == always
+    assert always | {moves} <= found[3] < set(weights)

@@ -29,7 +29,7 @@ from instep.plan.buckets import buckets, layout, padded
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Published, Sending, elsewhere, uuid_of
 from instep.transport.group import Group, address_towards, give_up, serve
-from instep.transport.tally import DeviceTally, HostTally, Result, Tally
+from instep.transport.tally import DeviceTally, HostTally, Result, Tally, as_described, in_bytes
 
 T = TypeVar("T")
 Values = Iterable[tuple[str, torch.Tensor]]
@@ -190,13 +190,15 @@ class BroadcastTransport:
         return tally.result()
 
     def _packed(self, tensors: list[TensorMeta], values: Values, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        return pack(tensors, values, self.way.bucket, room)
+        """Each bucket when it is filled."""
+        return self.tally.pack(values, room) if self.way.on_gpu and self.tally else pack(tensors, values, self.way.bucket, room)
 
     def _tally(self, tensors: list[TensorMeta]) -> Tally:
         if not self.way.on_gpu:
             return HostTally(tensors, self.way.bucket, flags=True)
         if self.tally is None or self.tally.tensors != tensors:
             self.tally = DeviceTally(tensors, self.way.bucket, [self._room(index, self.way.bucket) for index in range(2)])
+        self.tally.begin()
         return self.tally
 
     def _on_device(self) -> Any:
@@ -217,10 +219,7 @@ def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callab
     edges = iter(buckets(layout(tensors)[1], limit))
     given, index, filled, bucket = iter(values), -1, 0, torch.empty(0)
     for meta in (meta for meta in tensors if not meta.alias_of):
-        name, value = next(given, ("nothing", None))
-        if value is None or name != meta.name or tuple(value.shape) != meta.shape:
-            raise SourceError(f"the source gave {name} where its metadata has {meta.name} {list(meta.shape)}", tensor=meta.name)
-        data = value.detach().to(getattr(torch, meta.dtype)).contiguous().reshape(-1).view(torch.uint8)
+        data = in_bytes(meta, as_described(meta, *next(given, ("nothing", None))))
         at, end = 0, padded(meta.nbytes)
         while at < end:
             if filled == len(bucket):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 
 from instep.digest import BLOCK_BYTES, MASK, all_flags, all_sums, from_flags, from_sums, seed_of
 from instep.digest_cuda import Table, added, in_one
-from instep.plan.buckets import layout, pieces
+from instep.errors import SourceError
+from instep.plan.buckets import Piece, buckets, layout, pieces
 from instep.protocol import TensorMeta
+from instep.transport.exposed import whole
 
 Result = tuple[dict[str, int], tuple[str, ...]]
 
@@ -47,25 +50,105 @@ class HostTally:
 
 
 class DeviceTally:
-    """The same on a GPU. rooms: where the buckets lie, in turn.
+    """The same on a GPU, where it fills buckets too. rooms: where the buckets lie, in turn.
 
-    Made before anything is sent: bringing tables to the GPU waits for what the current stream waits for, such as a peer that has died.
+    Tables are made before anything is sent or after all of it: bringing one to the GPU waits for what the current stream waits for, such as
+    a peer that has died. So what lies where the version before lay is moved and summed up by one launch for each bucket; the rest is
+    copied tensor by tensor, and read again for its sum.
     """
 
     def __init__(self, tensors: Sequence[TensorMeta], limit: int, rooms: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+        self.tensors, self.rooms = tensors, rooms
         self.own = [meta for meta in tensors if not meta.alias_of]
-        slots = {meta.name: slot for slot, meta in enumerate(self.own)}
-        self.tables = []
-        for index, here in enumerate(pieces(tensors, limit)):
-            room = rooms[index % len(rooms)]
-            runs = [in_one(room.data_ptr() + p.at, p.meta, slots[p.meta.name], start=p.start, stop=p.stop) for p in here]
-            self.tables.append(Table(runs, len(slots), room.device, copy=False))
+        self.slots = {meta.name: slot for slot, meta in enumerate(self.own)}
+        self.sizes = [high - low for low, high in buckets(layout(tensors)[1], limit)]
+        self.pieces = list(pieces(tensors, limit))
+        self.read = [self._table(index, here, {}) for index, here in enumerate(self.pieces)]
+        self.places: dict[str, int] = {}  # addresses of tensors in the version before, of which `moved` is made
+        self.moved: list[list[Table]] = [[] for _ in self.pieces]
+        self.found: dict[str, int] = {}  # the same in the version that is packed now
+        self.used: dict[int, list[Table]] = {}
+
+    def begin(self) -> None:
+        """Another version."""
+        self.found, self.used = {}, {}
+
+    def pack(self, values: Iterable[tuple[str, torch.Tensor]], room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """As `broadcast.pack`."""
+        given, held = iter(values), dict[str, torch.Tensor]()
+        for index, here in enumerate(self.pieces):
+            for piece in here:
+                if piece.start == 0:
+                    held[piece.meta.name] = self._taken(piece.meta, *next(given, ("nothing", None)))
+            bucket = room(index, self.sizes[index])
+            lie = {piece.meta.name for piece in here} & self.places.keys()
+            if any(self.found.get(name) != self.places[name] for name in lie):
+                lie = set()
+            for piece in here:
+                if piece.meta.name not in lie:
+                    _put(bucket, piece, held[piece.meta.name])
+            if lie:
+                self.used[index] = self.moved[index]
+                for table in self.moved[index]:
+                    table.launch()
+            yield bucket
+            held = {piece.meta.name: held[piece.meta.name] for piece in here if piece.stop < piece.meta.nbytes}
+        if (extra := next(given, None)) is not None:
+            raise SourceError(f"the source gave {extra[0]}, which its metadata does not have", tensor=extra[0])
+
+    def _taken(self, meta: TensorMeta, name: str, value: torch.Tensor | None) -> torch.Tensor:
+        value = as_described(meta, name, value)
+        flat = value.reshape(-1) if value.is_contiguous() else None
+        if flat is not None and whole(meta, flat).readable(self.rooms[0].device):
+            self.found[name] = value.data_ptr()
+            return flat.view(torch.uint8)
+        return in_bytes(meta, value)
 
     def add(self, index: int, _: torch.Tensor) -> None:
-        self.tables[index].launch()
+        if index not in self.used:
+            self.used[index] = [self.read[index]]
+            self.read[index].launch()
 
     def result(self) -> Result:
-        parts, flags = added(self.tables)
+        """And makes the tables for the next version, if something lies elsewhere."""
+        parts, flags = added(chain.from_iterable(self.used.values()))
+        if self.found != self.places:
+            self.places = self.found
+            self.moved = [self._both(index, here) for index, here in enumerate(self.pieces)]
         digests = {meta.name: (seed_of(meta) + part) & MASK for meta, part in zip(self.own, parts, strict=True)}
         return digests, tuple(meta.name for meta, flag in zip(self.own, flags, strict=True) if flag)
+
+    def _both(self, index: int, here: Sequence[Piece]) -> list[Table]:
+        lie = [piece for piece in here if piece.meta.name in self.places]
+        rest = [piece for piece in here if piece.meta.name not in self.places]
+        return [self._table(index, some, places) for some, places in ((lie, self.places), (rest, {})) if some]
+
+    def _table(self, index: int, here: Sequence[Piece], places: Mapping[str, int]) -> Table:
+        """Sums up pieces of a bucket: where they are in it or, where `places` are given, on their way from there."""
+        room = self.rooms[index % len(self.rooms)]
+        runs = []
+        for piece in here:
+            there, slot = room.data_ptr() + piece.at, self.slots[piece.meta.name]
+            at, to = (places[piece.meta.name] + piece.start, there) if places else (there, 0)
+            runs.append(in_one(at, piece.meta, slot, start=piece.start, stop=piece.stop, target=to))
+        return Table(runs, len(self.slots), room.device, copy=bool(places))
+
+
+def as_described(meta: TensorMeta, name: str, value: torch.Tensor | None) -> torch.Tensor:
+    """A value of a source, in the place of the tensor that its metadata has next. Raises `SourceError` where it is another."""
+    if value is None or name != meta.name or tuple(value.shape) != meta.shape:
+        raise SourceError(f"the source gave {name} where its metadata has {meta.name} {list(meta.shape)}", tensor=meta.name)
+    return value.detach()
+
+
+def in_bytes(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
+    """Cast to the dtype of its description, flat."""
+    return value.to(getattr(torch, meta.dtype)).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _put(bucket: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:
+    """And zeros up to the next whole word, which its digest counts."""
+    end = piece.at + piece.stop - piece.start
+    bucket[piece.at : end].copy_(data[piece.start : piece.stop])
+    if end % 8:
+        bucket[end : end + 8 - end % 8].zero_()
