@@ -40,7 +40,7 @@ def played(kind: Any, runs: list[Run], slots: int, *, copy: bool) -> tuple[list[
 def main() -> None:
     torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment,misc]
     random = np.random.default_rng(0)
-    shapes = [(1, 1), (1, 700), (1, 9000), (3, 1), (5, 130), (40, 33), (2, 5000)]
+    shapes = [(1, 1), (1, 700), (1, 40000), (3, 1), (5, 130), (40, 433), (2, 5000)]  # two of them take two programs
     made = [run(random, *shape, DTYPES[index % len(DTYPES)], index % 4) for index, shape in enumerate(shapes * 2)]
     runs = [one[0] for one in made]
     for copy in (True, False):

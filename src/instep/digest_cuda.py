@@ -1,7 +1,7 @@
 """The digest of `digest.py` on a GPU, fused with the copy that it proves: each word is read once, written once, and added up on the way.
 
 One kernel launch works through a table of routes. A route is `rows` runs of `row_words` 64-bit words, a constant stride apart in source,
-target and tensor; a program takes a tile of one of them.
+target and tensor; a program takes some tiles of one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from instep.digest import BLOCK_WORDS, MASK, inner_weights, seed_of
 from instep.protocol import TensorMeta
 
-MOVING, READING = (1024, 4), (4096, 2)  # words and warps of a program: the fastest seen on H200, of 12 tried each
+TILE, SPAN, WARPS = 1024, 16, 4  # words, tiles and warps of a program: of 12 the fastest on an H200, to move and to read
 
 
 def _exponents(size: int, mask: int, lowest: int) -> tuple[int, int, int]:
@@ -68,9 +68,8 @@ class Table:
 
     def __init__(self, runs: Sequence[Run], slots: int, device: torch.device, *, copy: bool) -> None:
         self.copy = copy
-        self.tile, self.warps = MOVING if copy else READING
-        tiles = [-(-run.rows * run.row_words // self.tile) for run in runs]
-        starts = np.cumsum([0, *tiles])
+        programs = [-(-run.rows * run.row_words // (TILE * SPAN)) for run in runs]
+        starts = np.cumsum([0, *programs])
         rows = [
             (
                 *(r.source, r.target, r.rows, r.row_words, r.source_stride, r.target_stride, r.position, r.position_stride),
@@ -80,26 +79,27 @@ class Table:
             for r, start in zip(runs, starts, strict=False)
         ]
         signed = np.array([[value & MASK for value in row] for row in rows], np.uint64).view(np.int64)
-        self.tiles = int(starts[-1])
+        self.programs = int(starts[-1])
         self.runs = torch.from_numpy(signed).to(device)
-        self.of_tile = torch.from_numpy(np.repeat(np.arange(len(runs), dtype=np.int32), tiles)).to(device)
+        self.of_program = torch.from_numpy(np.repeat(np.arange(len(runs), dtype=np.int32), programs)).to(device)
         self.weights = _weights(device)
         self.sums = torch.zeros(2 * slots, dtype=torch.int64, device=device)
 
     def launch(self) -> None:
         """Adds up every slot, and with `copy` moves the words too, on the current stream."""
         self.sums.zero_()
-        if self.tiles:
+        if self.programs:
             from instep.kernels import move
 
             sums, flags = self.sums.chunk(2)
             with torch.cuda.device(self.runs.device):
-                move[(self.tiles,)](
-                    *(self.runs, self.of_tile, self.weights, sums, flags),
+                move[(self.programs,)](
+                    *(self.runs, self.of_program, self.weights, sums, flags),
                     COPY=self.copy,
-                    TILE=self.tile,
+                    TILE=TILE,
+                    SPAN=SPAN,
                     BLOCK=BLOCK_WORDS,
-                    num_warps=self.warps,
+                    num_warps=WARPS,
                 )
 
     def result(self) -> tuple[list[int], list[bool]]:

@@ -20,37 +20,45 @@ def fold(word):
 
 
 @triton.jit
-def move(runs, of_tile, weights, sums, flags, COPY: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Moves a tile of TILE words, adds it to its run's slot of `sums`, and marks in `flags` a slot with a number that is not finite.
+def move(runs, of_program, weights, sums, flags, COPY: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Moves SPAN tiles of TILE words, adds them to their run's slot of `sums`, and marks in `flags` a slot with a number that is not finite.
 
-    The columns of `runs` are those of `digest_cuda.Table`; BLOCK is a multiple of TILE.
+    The columns of `runs` are those of `digest_cuda.Table`; BLOCK is a multiple of TILE. Sums are brought together once for all tiles: an
+    atomic addition for each tile takes longer than the copy.
     """
-    tile = tl.program_id(0)
+    program = tl.program_id(0)
     lane = tl.arange(0, TILE)
-    run = runs + tl.load(of_tile + tile) * 14
+    run = runs + tl.load(of_program + program) * 14
     source = tl.load(run).to(tl.pointer_type(tl.int64))
     target = tl.load(run + 1).to(tl.pointer_type(tl.int64))
     rows, row_words = tl.load(run + 2), tl.load(run + 3)
     position, seed, slot = tl.load(run + 6), tl.load(run + 8), tl.load(run + 9)
     mask, lowest, carry = tl.load(run + 11), tl.load(run + 12), tl.load(run + 13)
-    first = (tile - tl.load(run + 10)) * TILE
-    index = first + lane
-    start = position + first
-    if (rows == 1) & (start % TILE == 0):  # contiguous, and within one block of the digest
-        word = tl.load(source + index, mask=index < row_words, other=0)
-        if COPY:
-            tl.store(target + index, word, mask=index < row_words)
-        total = mix(seed + start // BLOCK) * tl.sum(fold(word) * tl.load(weights + start % BLOCK + lane))
-    else:
-        inside = index < rows * row_words
-        row = index // row_words
-        column = index % row_words
-        word = tl.load(source + row * tl.load(run + 4) + column, mask=inside, other=0)
-        if COPY:
-            tl.store(target + row * tl.load(run + 5) + column, word, mask=inside)
-        at = position + row * tl.load(run + 7) + column
-        total = tl.sum(fold(word) * mix(seed + at // BLOCK) * tl.load(weights + at % BLOCK))
-    tl.atomic_add(sums + slot, total)
+    first = (program - tl.load(run + 10)) * TILE * SPAN
+    total = tl.zeros([TILE], dtype=tl.int64)
     # An exponent of ones carries into the sign's place when its lowest bit is added.
-    if tl.max(((((word & mask) + lowest) & carry) != 0).to(tl.int32)) > 0:
+    carried = tl.zeros([TILE], dtype=tl.int64)
+    if (rows == 1) & (position % TILE == 0):  # contiguous, and each tile within one block of the digest
+        for tile in range(SPAN):
+            index = first + tile * TILE + lane
+            start = position + first + tile * TILE
+            word = tl.load(source + index, mask=index < row_words, other=0)
+            if COPY:
+                tl.store(target + index, word, mask=index < row_words)
+            total += fold(word) * tl.load(weights + start % BLOCK + lane) * mix(seed + start // BLOCK)
+            carried |= ((word & mask) + lowest) & carry
+    else:
+        for tile in range(SPAN):
+            index = first + tile * TILE + lane
+            inside = index < rows * row_words
+            row = index // row_words
+            column = index % row_words
+            word = tl.load(source + row * tl.load(run + 4) + column, mask=inside, other=0)
+            if COPY:
+                tl.store(target + row * tl.load(run + 5) + column, word, mask=inside)
+            at = position + row * tl.load(run + 7) + column
+            total += fold(word) * mix(seed + at // BLOCK) * tl.load(weights + at % BLOCK)
+            carried |= ((word & mask) + lowest) & carry
+    tl.atomic_add(sums + slot, tl.sum(total))
+    if tl.max((carried != 0).to(tl.int32)) > 0:
         tl.atomic_max(flags + slot, 1)

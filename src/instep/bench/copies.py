@@ -107,12 +107,13 @@ def foreach(plan: Plan) -> Callable[[], object]:
 def kernel(plan: Plan) -> Callable[[], object]:
     """The kernel of a push without what it adds up on the way."""
     from instep.bench.kernel import copy
+    from instep.digest_cuda import SPAN, TILE, WARPS
 
     table = _puller(plan).table
 
     def launch() -> None:
         with torch.cuda.device(plan.device):
-            copy[(table.tiles,)](table.runs, table.of_tile, TILE=table.tile, num_warps=table.warps)
+            copy[(table.programs,)](table.runs, table.of_program, TILE=TILE, SPAN=SPAN, num_warps=WARPS)
 
     return launch
 
