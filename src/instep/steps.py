@@ -16,7 +16,7 @@ from instep.errors import CanaryError, InstepError, PlanError, SourceError, Sync
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
-from instep.source import unchanged
+from instep.source import check_unchanged
 from instep.source.guarded import Guarded
 from instep.telemetry import Event, Sink, logger
 from instep.transport import Published
@@ -119,9 +119,10 @@ class Push:
         with self.phase("publish"):
             self._free_left_versions()
             workers = [worker for member in members for worker in member.workers]
-            with unchanged(session.source) as stamp:
-                self.published = session.transport.publish(tensors, lambda: self._counted(tensors), session.source.device, workers)
-        self.stamp = stamp
+            self.stamp = session.source.stamp()
+            self.published = session.transport.publish(tensors, lambda: self._counted(tensors), session.source.device, workers)
+            if not self.published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
+                check_unchanged(session.source, self.stamp)
         return Manifest(self.version, base, tensors, self.published.digests, self.published.location)
 
     def _expected(self) -> list[float] | None:

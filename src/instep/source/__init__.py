@@ -78,6 +78,11 @@ def unchanged(source: Stamped) -> Iterator[Hashable]:
     """Around a copy of the source's tensors; gives its stamp. Raises `SourceError` where the trainer changed one meanwhile."""
     before = source.stamp()
     yield before
+    check_unchanged(source, before)
+
+
+def check_unchanged(source: Stamped, before: Hashable) -> None:
+    """before: its stamp when the copy began. Raises as `unchanged` does."""
     if source.stamp() != before:
         raise SourceError(
             "the trainer changed its weights while they were copied; no engine was touched",
