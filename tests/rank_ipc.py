@@ -155,7 +155,7 @@ def share_fails() -> dict[str, Any]:
 
 
 def rank_dies(when: str) -> dict[str, Any]:
-    """The last rank is killed before it has shared its memory, or when workers have pulled from it."""
+    """The last rank is killed before it has shared its memory, or before it has told its sums."""
     _, engine, sync = begun("ipc", timeout=60.0)
     sync.push("v0")
     if int(os.environ["WORLD_SIZE"]) - 1 == RANK:

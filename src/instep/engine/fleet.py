@@ -236,7 +236,7 @@ class Member:
             return
         try:
             check_sums(self.name, self.plan, manifest.tensors, digests(), receipts)
-        except InstepError:  # also where a rank of the trainer does not tell its sums: the worker has taken what nobody proves
+        except InstepError:  # also where the trainer has no digests: the worker has taken what nobody proves
             self.serving = "dirty"
             raise
 

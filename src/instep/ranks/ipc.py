@@ -113,7 +113,6 @@ class SharedIpc(IpcTransport):
         self.source = source
         self.offers: dict[str, Offer] = {}  # of the other ranks, by mark
         self.laid: _Laid | None = None
-        self.sums: PartSums | None = None
 
     def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         return super().consider(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
@@ -132,19 +131,16 @@ class SharedIpc(IpcTransport):
             self.laid = last = self._share(run, own, marks, unshared)
         self._stage(run, last.staged)
         last.exposed.launch()
-        self.sums = None
         channel.tell("sums")
         return Published(last.location, {})
 
-    def finish(self, published: Published) -> Published:
+    def _summed(self) -> Published:
         """Every rank has summed up its parts meanwhile."""
         assert self.laid is not None
-        if self.sums is None:
-            sums = self.laid.exposed.result()
-            for answer in self.source.channel.collect():
-                _add(sums, decode(answer, PartSums), self.laid.staged)
-            self.sums = sums
-        return with_digests(published, self.laid.own.tensors, self.sums)
+        sums = self.laid.exposed.result()
+        for answer in self.source.channel.collect():
+            _add(sums, decode(answer, PartSums), self.laid.staged)
+        return with_digests(self.laid.location, self.laid.own.tensors, sums)
 
     def _share(self, run: Run, own: Own, marks: list[str], unshared: Set[str]) -> _Laid:
         device = self.source.device
@@ -168,7 +164,7 @@ class SharedIpc(IpcTransport):
 
     def close(self) -> None:
         super().close()
-        self.offers, self.laid, self.sums = {}, None, None
+        self.offers, self.laid = {}, None
 
 
 def _without(offer: Offer, staged: Collection[str]) -> Offer:

@@ -31,8 +31,9 @@ class RankedSource:
     def metadata(self) -> list[TensorMeta]:
         """Raises `SourceError` where the ranks do not have the same tensors, or together not all of them once."""
         self._made = {}
-        answers = [decode(answer, Told).description for answer in self.channel.ask("describe")]
+        self.channel.tell("describe")
         own = self.module.describe()
+        answers = [decode(answer, Told).description for answer in self.channel.collect()]
         now = [own, *(new or self.descriptions[rank] for rank, new in enumerate(answers, 1))]
         if now != self.descriptions:
             self._agree(now)

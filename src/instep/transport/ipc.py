@@ -6,7 +6,8 @@ made once for each allocation of the trainer and opened once by each worker; the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from operator import eq
 
@@ -15,7 +16,7 @@ import torch
 from instep.digest import MASK, seed_of
 from instep.errors import SourceError, TransportError
 from instep.protocol import Identity, Location, TensorMeta
-from instep.transport import Published, Pull, elsewhere
+from instep.transport import Published, Pull, Sending, elsewhere
 from instep.transport.exposed import Exposed, located, place_of, whole
 
 
@@ -46,6 +47,7 @@ class IpcTransport(Pull):
         self.handles: dict[int, bytes] = {}
         self.buffers: dict[TensorMeta, torch.Tensor] = {}
         self.layout: _Layout | None = None
+        self.summed: Published | None = None
 
     def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         if device.type != "cuda":
@@ -66,10 +68,21 @@ class IpcTransport(Pull):
         self.layout.exposed.launch()
         return Published(self.layout.location, {})
 
-    def finish(self, published: Published) -> Published:
-        """What was summed up meanwhile."""
+    @asynccontextmanager
+    async def serving(self, step: str) -> AsyncIterator[Sending]:
+        """Looks at the sums when engines are prepared: engines would be paused for it in the commit."""
+        yield self
+        if step == "prepare":
+            self.summed = self._summed()
+
+    def finish(self, _: Published) -> Published:
+        assert self.summed is not None
+        return self.summed
+
+    def _summed(self) -> Published:
+        """What was summed up since it was published."""
         assert self.layout is not None
-        return with_digests(published, self.layout.tensors, self.layout.exposed.result())
+        return with_digests(self.layout.location, self.layout.tensors, self.layout.exposed.result())
 
     def _lay_out(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor]) -> _Layout:
         metas = {meta.name: meta for meta in tensors if not meta.alias_of}
@@ -99,7 +112,7 @@ class IpcTransport(Pull):
     def close(self) -> None:
         self.buffers.clear()
         self.handles = {}
-        self.layout = None
+        self.layout = self.summed = None
 
 
 def _check(name: str, value: torch.Tensor, meta: TensorMeta | None, device: torch.device) -> None:
@@ -109,8 +122,8 @@ def _check(name: str, value: torch.Tensor, meta: TensorMeta | None, device: torc
         raise TransportError(f"{name} is on {value.device}, other weights on {device}: CUDA IPC shares memory of one GPU")
 
 
-def with_digests(published: Published, tensors: Sequence[TensorMeta], sums: Mapping[str, tuple[int, bool]]) -> Published:
+def with_digests(location: Location, tensors: Sequence[TensorMeta], sums: Mapping[str, tuple[int, bool]]) -> Published:
     """sums: of each tensor, as `Exposed.result` has them."""
     own = [meta for meta in tensors if not meta.alias_of]
     digests = {meta.name: (seed_of(meta) + sums[meta.name][0]) & MASK for meta in own}
-    return Published(published.location, digests, tuple(meta.name for meta in own if sums[meta.name][1]))
+    return Published(location, digests, tuple(meta.name for meta in own if sums[meta.name][1]))
