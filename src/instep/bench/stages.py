@@ -47,7 +47,7 @@ def stages(name: str, trainer: Trainer, scratch: Path) -> list[Stage]:
     """scratch: a directory for as long as the stages last."""
     folder = shapes.folder(name, scratch)
     if isinstance(trainer, Fsdp2Trainer):
-        return [from_two_ranks(trainer, folder)]
+        return from_two_ranks(trainer, folder)
     return on_gpus(trainer, folder) if torch.cuda.is_available() else [on_cpu(trainer, folder)]
 
 
@@ -76,12 +76,16 @@ def on_gpus(trainer: Trainer, folder: Path) -> list[Stage]:
     return [Stage("GPU 1", partial(start, 1, "nccl"), contenders.ON_ANOTHER_GPU, copies, "cuda:1", nccl), same]
 
 
-def from_two_ranks(trainer: Trainer, folder: Path) -> Stage:
-    """The trainer's ranks are on GPU 0 and on GPU 1, the engine too is on GPU 1: half of the weights have to cross."""
+def from_two_ranks(trainer: Trainer, folder: Path) -> list[Stage]:
+    """The trainer's ranks are on GPUs 0 and 1. An engine on GPU 1 has half of the weights beside it, and takes turns with a rank there. One
+    on GPU 2, if there is one, has all of them from others."""
 
-    def start() -> Subject:
-        return VllmSubject(trainer, folder, 1, **weight_transfer("nccl"))
+    def start(gpu: int) -> Subject:
+        return VllmSubject(trainer, folder, gpu, **weight_transfer("nccl"))
 
-    near, far = "cuda:1", "cuda:0"
-    copies = {contenders.PEER_COPY: (far,), contenders.DEVICE_COPY: (near,), contenders.BOTH_COPIES: (far, near)}
-    return Stage("GPU 1", start, contenders.FROM_TWO_RANKS, copies, near, (contenders.NCCL, "nccl"))
+    ranks = ("cuda:0", "cuda:1")
+    copies = {contenders.PEER_COPY: ranks[:1], contenders.HALVES: ranks}
+    return [
+        Stage(f"GPU {gpu}", partial(start, gpu), contenders.FROM_TWO_RANKS, copies, f"cuda:{gpu}", (contenders.NCCL, "nccl"))
+        for gpu in range(1, min(3, torch.cuda.device_count()))
+    ]

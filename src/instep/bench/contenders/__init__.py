@@ -23,7 +23,7 @@ from instep.bench.contenders.vllm_nccl import vllm_nccl
 from instep.bench.measure import Way
 
 MEMORY_COPY, DEVICE_COPY, PEER_COPY = "memory copy", "device copy", "peer copy"
-BOTH_COPIES = "half peer copy, half device copy, at once"
+HALVES = "half from each rank's GPU, at once"
 NCCL, GLOO = "NCCL broadcast", "Gloo broadcast"
 
 ON_CPU = (
@@ -45,7 +45,7 @@ ON_THE_TRAINERS_GPU = (
     Way("vLLM ipc packed", partial(vllm_ipc, True), DEVICE_COPY, "vLLM ipc"),
 )
 FROM_TWO_RANKS = (
-    Way("instep ipc", partial(instep_from_ranks, "ipc"), BOTH_COPIES, "full_tensor, vLLM nccl packed"),
+    Way("instep ipc", partial(instep_from_ranks, "ipc"), HALVES, "full_tensor, vLLM nccl packed"),
     Way("instep nccl", partial(instep_from_ranks, "nccl"), NCCL, "full_tensor, vLLM nccl packed"),
     Way("full_tensor, vLLM nccl packed", full_tensors, NCCL),
 )
