@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from instep import WeightSync
 from instep.engine.memory import MemoryEngine
 from instep.errors import InstepError, SourceError
 from instep.ranks import follow, gather
+from instep.ranks.channel import Channel
+from instep.transport import incoming
 
 RANK = int(os.environ["RANK"])
 
@@ -31,9 +34,9 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
     return {"error": error, "kind": kind, "seconds": time.monotonic() - started}
 
 
-def begun(way: str, wrap: str = "fsdp2", **settings: Any) -> tuple[Sharded, Any, WeightSync]:
-    trainer = make(wrap, "llama")
-    engine = MemoryEngine(saved(plain("llama", seed=1))) if RANK == 0 else None
+def begun(way: str, wrap: str = "fsdp2", model: str = "llama", **settings: Any) -> tuple[Sharded, Any, WeightSync]:
+    trainer = make(wrap, model)
+    engine = MemoryEngine(saved(plain(model, seed=1))) if RANK == 0 else None
     torch.distributed.barrier()  # short deadlines begin when all are ready
     return trainer, engine, opened(trainer.module, engine, way, **settings)
 
@@ -55,21 +58,58 @@ def engine_fails(way: str) -> dict[str, Any]:
     return ended(sync, engine, **found)
 
 
-def rank_fails(way: str) -> dict[str, Any]:
-    """Rank 1 cannot read its source."""
+def rank_fails(way: str, tensors: str) -> dict[str, Any]:
+    """Rank 1 cannot read its source when it has read so many tensors."""
     _, engine, sync = begun(way)
     sync.push("v0")
     if RANK == 1:
         role: Any = sync._role
         memory = role.module.memory
 
-        def broken(_: str) -> Any:
+        left = count(int(tensors), -1)
+
+        def broken(name: str) -> Any:
+            if next(left):
+                return memory(name)
             role.module.memory = memory
             raise SourceError("the disk with the offloaded shard is gone", tensor="norm")
 
         role.module.memory = broken
     found = attempt(lambda: sync.push("v1"))
     return ended(sync, engine, **found)
+
+
+def engine_fails_midway(model: str) -> dict[str, Any]:
+    """The engine fails at the sixth bucket. How many questions for stretches this rank asked, and how many stretches it gave until then."""
+    trainer, engine, sync = begun("one", model=model, timeout=60.0)
+    sync.push("v0")
+    trainer.backward()
+    trainer.step()
+    real_receive, real_give, real_tell = incoming.receive, follow.give, Channel.tell
+    asked, given = [], []
+
+    def failing(*arguments: Any) -> Any:
+        for index in real_receive(*arguments):
+            if index == 5:
+                raise RuntimeError("the engine's memory is full")
+            yield index
+
+    def give(*arguments: Any) -> None:
+        given.append(arguments)
+        real_give(*arguments)
+
+    def tell(channel: Channel, what: str, body: Any = None) -> None:
+        asked.append(what)
+        real_tell(channel, what, body)
+
+    incoming.receive, follow.give, Channel.tell = failing, give, tell  # type: ignore[method-assign]
+    try:
+        found = attempt(lambda: sync.push("v1"))
+    finally:
+        incoming.receive, follow.give, Channel.tell = real_receive, real_give, real_tell  # type: ignore[method-assign]
+    found = ended(sync, engine, **found, asked=asked.count("give"), given=len(given))
+    wanted = MemoryEngine(saved(trainer.gathered())).fingerprint()
+    return {**found, "same": engine is None or engine.fingerprint() == wanted}
 
 
 def rank_is_absent() -> dict[str, Any]:
@@ -130,8 +170,6 @@ def rank_dies(way: str, bucket: str) -> dict[str, Any]:
 
 def slow_receiver() -> dict[str, Any]:
     """The engine takes its time for each bucket. When each rank began and ended its part of each, on one clock."""
-    from instep.transport import incoming
-
     _, engine, sync = begun("one", timeout=60.0)
     sync.push("v0")
     real_receive, real_take, real_give = incoming.receive, gather.take, follow.give
@@ -154,18 +192,17 @@ def slow_receiver() -> dict[str, Any]:
             time.sleep(0.05)
             yield index
 
-    from instep.ranks import lead
-
-    incoming.receive, lead.take, follow.give = slow, timed(real_take), timed(real_give)
+    incoming.receive, gather.take, follow.give = slow, timed(real_take), timed(real_give)
     try:
         sync.push("v1")
     finally:
-        incoming.receive, lead.take, follow.give = real_receive, real_take, real_give
+        incoming.receive, gather.take, follow.give = real_receive, real_take, real_give
     return ended(sync, engine, seen=seen, room=max(rooms, default=0))
 
 
 FAILURES: dict[str, Callable[..., dict[str, Any]]] = {
     "engine-fails": engine_fails,
+    "engine-fails-midway": engine_fails_midway,
     "rank-fails": rank_fails,
     "rank-is-absent": rank_is_absent,
     "rank-is-ahead": rank_is_ahead,

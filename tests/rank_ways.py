@@ -19,8 +19,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole": {"transport": "gloo", "gather_whole_model": True},
 }
 BLOCK = 32 << 10
-BUCKETS = {"one": 2 * BLOCK, "seven": 8 * BLOCK}
-"""A tiny tensor takes one block. So many of them are in a bucket, beside one block for what arrives."""
+BUCKETS = {"one": 2 * BLOCK, "seven": 11 * BLOCK}
+"""A tiny tensor takes one block. So many of them are in a bucket, beside one block, or four, for what arrives."""
 
 
 def opened(module: Any, engine: Any, way: str, **settings: Any) -> WeightSync:

@@ -1,4 +1,4 @@
-"""What ranks of a trainer send each other of a run: every byte once, in slices that fit."""
+"""What ranks of a trainer send each other of a run: every byte once, in slices that fit, for as few questions as possible."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from instep.plan.buckets import ALIGN, buckets
 from instep.plan.shards import Extent, Piece, of_range, pieces, share_out
 from instep.protocol import TensorMeta
+from instep.ranks.gather import Stretch, lists
 from instep.ranks.run import Run
 
 SHAPES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 700)), min_size=1, max_size=5)
@@ -63,6 +64,15 @@ def test_parts_that_are_sent_together_do_not_overlap_and_take_no_more_than_where
                 assert at % size == 0
                 end = at + part.numel * size
             assert end == run.nbytes(rank, low, high) <= high - low
+
+
+@given(st.lists(st.booleans(), max_size=12))
+def test_as_many_stretches_as_possible_are_asked_for_at_once(stops: list[bool]) -> None:
+    stretches = [Stretch(False, index * ALIGN, (index + 1) * ALIGN) for index in range(len(stops))]
+    found = list(lists(stretches, lambda stretch: stops[stretch.low // ALIGN]))
+    assert [stretch for together in found for stretch in together] == stretches
+    ends = [together[-1].low // ALIGN for together in found]
+    assert ends == [index for index, stop in enumerate(stops) if stop or index == len(stops) - 1]
 
 
 def test_tensors_that_lie_together_are_one_stretch() -> None:

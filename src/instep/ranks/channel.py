@@ -159,7 +159,11 @@ class Channel:
         return decode(self.store.get(self._key()), Question)
 
     def answer(self, body: Any = None, fault: Exception | None = None) -> None:
-        self.store.set(f"{self._key()}/{self.rank}", encode(Answer(None if fault is None else as_fault(fault), raw(body))))
+        told = encode(Answer(None if fault is None else as_fault(fault), raw(body)))
+        try:
+            self.store.set(f"{self._key()}/{self.rank}", told)
+        except Exception as error:
+            raise _gone(error) from error
 
     def close(self) -> None:
         self._served = self._store = None
@@ -176,7 +180,7 @@ class Channel:
         try:
             there: bool = store.check([key])
         except Exception as error:
-            raise TransportError(f"rank 0 of the trainer is gone: {(str(error).splitlines() or [''])[0]}") from error
+            raise _gone(error) from error
         return there
 
     def _wait(self, store: Any, key: str, seconds: float, otherwise: str) -> None:
@@ -198,6 +202,10 @@ class Patience:
         time.sleep(self.pause)
         self.pause = min(1.1 * self.pause, 0.003)
         return time.monotonic() < self.end
+
+
+def _gone(error: Exception) -> TransportError:
+    return TransportError(f"rank 0 of the trainer is gone: {(str(error).splitlines() or [''])[0]}")
 
 
 def as_fault(error: Exception) -> Fault:

@@ -122,12 +122,10 @@ class Follower:
         self.meeting.enter(decode(body, Join), self.module.device)
 
     def give(self, body: msgspec.Raw) -> None:
-        wanted = decode(body, Stretch)
-        try:
-            give(self.meeting, self.runs[wanted.parts], self.module.memory, wanted)
-        except Exception as error:
-            self.meeting.end(f"trainer rank {self.channel.rank}: {error}")  # rank 0 is waiting in the group
-            raise
+        with self.meeting.engaged():
+            for stretch in decode(body, list[Stretch]):
+                give(self.meeting, self.runs[stretch.parts], self.module.memory, stretch)
+            self.meeting.finish()
 
     def _run(self, tensors: Sequence[TensorMeta], given: list[Piece]) -> Run:
         return Run(tensors, {self.channel.rank: given})

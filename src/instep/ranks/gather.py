@@ -1,13 +1,20 @@
-"""A stretch of a run brought together in rank 0, over a private group of the trainer's ranks.
+"""Stretches of a run brought together in rank 0, over a private group of the trainer's ranks.
 
-Rank 0 asks for one stretch, has all of it, and asks for the next when there is room: no rank is further than what was asked for. What a
-rank gives of a stretch travels in slices, because it cannot arrive where it belongs: parts are rows, sent together. While rank 0 puts
-one slice in its place the other rank packs the next. So both hold one slice beside the stretch.
+Rank 0 asks for a list of stretches and has them one after the other; every rank goes through the list in step with it, because what is sent
+is taken when there is room. The answer comes at the end of the list. What a rank gives of a stretch travels in slices, because it cannot
+arrive where it belongs: parts are rows, sent together. While rank 0 puts one slice in its place the other rank packs the next. So both
+hold one slice beside the stretch.
+
+On a GPU nobody waits for a slice: its streams keep the order, and the next ones are asked for meanwhile. How far a process may run ahead
+of its device is bounded (`Meeting.pace`), so that it notices in time when a peer has died.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -21,6 +28,9 @@ from instep.transport.group import Group, find
 
 MOMENT = 0.5
 """Seconds: the connections of a process end a little before it is known that it has ended."""
+
+AHEAD = 256
+"""Copies that may be asked of a device before it has done the first. It takes about a thousand; then asking waits, without a deadline."""
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -47,6 +57,8 @@ class Meeting:
         self.channel = channel
         self.group: Group | None = None
         self.room = torch.empty(0, dtype=torch.uint8)
+        self.marks: deque[tuple[Callable[[], bool], int]] = deque()
+        """Moments that the device may not have come to, and how many copies each was before."""
 
     def ask_all(self, device: torch.device) -> Group:
         """Rank 0: the group, with every rank in it."""
@@ -72,15 +84,64 @@ class Meeting:
             self.room = torch.empty(size, dtype=torch.uint8, device=self.group.device)
         return self.room[:size]
 
+    @contextmanager
+    def engaged(self) -> Iterator[None]:
+        """While a list of stretches is under way. Where this rank leaves it early, everybody's waits end, and nothing that it has asked
+        for stays: it would keep a GPU waiting."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(f"trainer rank {self.channel.rank}: {str(error) or 'it was stopped'}")
+            self.close()
+            raise
+
+    def pace(self, copies: int) -> None:
+        """Before so many copies are asked of the device: waits until few enough are ahead of them. Each wait has the whole time of an
+        answer, because the one before it has shown that there is progress. On a CPU copies are done when they return."""
+        assert self.group is not None
+        self.marks.append((self.group.mark(), copies))
+        while sum(number for _, number in self.marks) > AHEAD:
+            self._reach()
+
+    def finish(self) -> None:
+        """Waits for all that was asked for."""
+        self.pace(0)
+        while self.marks:
+            self._reach()
+
+    def _reach(self) -> None:
+        assert self.group is not None
+        mark, _ = self.marks.popleft()
+
+        def reached() -> bool:
+            self.channel.miss(range(self.channel.size))
+            return mark()
+
+        self.group.begin(self.channel.timeout)
+        self.group.settle(reached)
+
     def end(self, reason: str) -> None:
-        """Ends everybody's waits in the group."""
-        if self.group is not None:
-            self.group.give_up(reason)
+        """Ends everybody's waits in the group. May be called from another thread."""
+        if (group := self.group) is not None:
+            group.give_up(reason)
 
     def close(self) -> None:
         if self.group is not None:
             self.group.close()
         self.group, self.room = None, torch.empty(0, dtype=torch.uint8)
+        self.marks.clear()
+
+
+def lists(stretches: Sequence[Stretch], stop: Callable[[Stretch], bool]) -> Iterator[list[Stretch]]:
+    """All of them in their order. A list ends with each one for which `stop` holds."""
+    together: list[Stretch] = []
+    for stretch in stretches:
+        together.append(stretch)
+        if stop(stretch):
+            yield together
+            together = []
+    if together:
+        yield together
 
 
 def give(meeting: Meeting, run: Run, memory: Memory, stretch: Stretch) -> None:
@@ -88,32 +149,52 @@ def give(meeting: Meeting, run: Run, memory: Memory, stretch: Stretch) -> None:
     group, rank = meeting.group, meeting.channel.rank
     assert group is not None
     for low, high in run.slices(rank, stretch.low, stretch.high, stretch.step):
-        room = meeting.buffer(run.nbytes(rank, low, high))
-        for meta, part, at in run.packed(rank, low, high):
+        parts = list(run.packed(rank, low, high))
+        meeting.pace(len(parts))
+        room = meeting.buffer(stretch.step)[: run.nbytes(rank, low, high)]
+        for meta, part, at in parts:
             _in(room, meta, part, at).copy_(read(memory(part.live), part))
         group.begin(meeting.channel.timeout)
         group.wait(group.send(room, 0))
-        group.settle()
+
+
+def take_all(
+    meeting: Meeting, run: Run, memory: Memory, device: torch.device, stretches: Sequence[Stretch], rooms: Iterator[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Rank 0: asks for stretches of `run`, one at least. Yields each, filled but for what no rank gives, in the next of `rooms`, which are
+    on `device`. When it yields the last one all ranks are done with the list: something else can be asked for."""
+    meeting.ask_all(device)
+    meeting.channel.tell("give", stretches)
+    with meeting.engaged():
+        for stretch in stretches:
+            room = next(rooms)
+            take(meeting, run, memory, room, stretch)
+            if stretch is not stretches[-1]:
+                yield room
+        meeting.finish()
+        meeting.channel.collect()
+    yield room
 
 
 def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch: Stretch) -> None:
-    """Rank 0: fills `room` with a stretch of `run`, but for what no rank gives. Returns when it is complete."""
-    group = meeting.ask_all(room.device)
-    meeting.channel.tell("give", stretch)
+    """Fills `room` with a stretch, as far as what the current stream does next can tell."""
+    group = meeting.group
+    assert group is not None
+    meeting.pace(sum(1 for _ in run.parts(0, stretch.low, stretch.high)))
     run.put(0, memory, room, stretch.low, stretch.high)
     for rank in range(1, group.size):
         for low, high in run.slices(rank, stretch.low, stretch.high, stretch.step):
-            arrived = meeting.buffer(run.nbytes(rank, low, high))
+            parts = list(run.packed(rank, low, high))
+            arrived = meeting.buffer(stretch.step)[: run.nbytes(rank, low, high)]
             group.begin(meeting.channel.timeout)
             try:
                 group.wait(group.recv(arrived, rank))
             except TransportError:
                 meeting.channel.miss([rank], MOMENT)
                 raise
-            for meta, part, at in run.packed(rank, low, high):
+            meeting.pace(len(parts))
+            for meta, part, at in parts:
                 run.spot(room, stretch.low, meta, part).copy_(_in(arrived, meta, part, at))
-            group.settle()
-    meeting.channel.collect()
 
 
 def _in(room: torch.Tensor, meta: TensorMeta, part: Piece, at: int) -> torch.Tensor:

@@ -153,14 +153,13 @@ class SharedIpc(IpcTransport):
 
     def _stage(self, run: Run, staged: dict[str, torch.Tensor]) -> None:
         made = self.source.made
-        if staged.keys() - made:
+        for name in staged.keys() & made:
+            staged[name].copy_(self.source.value(name))
+        if rooms := {name: room.reshape(-1).view(torch.uint8) for name, room in staged.items() if name not in made}:
             self.source.channel.ask("send", run.tensors)
-        for name, room in staged.items():
-            if name in made:
-                room.copy_(self.source.value(name))
-            else:
-                at = run.offsets[name]
-                self.source.fill(run, room.reshape(-1).view(torch.uint8), Stretch(False, at, at + room.nbytes))
+            stretches = [Stretch(False, run.offsets[name], run.offsets[name] + len(room)) for name, room in rooms.items()]
+            for _ in self.source.fill(run, self.source.device, stretches, iter(rooms.values())):
+                pass
 
     def close(self) -> None:
         super().close()

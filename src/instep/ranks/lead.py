@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from instep.errors import SourceError
 from instep.plan.shards import share_out
 from instep.protocol import TensorMeta, decode
 from instep.ranks.channel import Channel
-from instep.ranks.gather import Meeting, Stretch, take
+from instep.ranks.gather import Meeting, Stretch, lists, take_all
 from instep.ranks.run import Run
 from instep.source.sharded import Description, ShardedModule, Told
 
@@ -67,36 +67,53 @@ class RankedSource:
 
     def _gathered(self, names: list[str]) -> dict[str, torch.Tensor]:
         run, found = self.runs[True], {}
-        for low, high, together in run.stretches(names):
-            room = torch.empty(high - low, dtype=torch.uint8, device=self.device)
-            take(self.meeting, run, self.module.memory, room, Stretch(True, low, high))
+        wanted = list(run.stretches(names))
+        stretches = [Stretch(True, low, high) for low, high, _ in wanted]
+        taken = take_all(self.meeting, run, self.module.memory, self.device, stretches, self._rooms(stretches))
+        for (low, _, together), room in zip(wanted, taken, strict=True):
             for meta in together:
                 at = run.offsets[meta.name] - low
                 found[meta.name] = room[at : at + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
         return found
 
-    def fill(self, run: Run, room: torch.Tensor, stretch: Stretch) -> None:
-        """Brings a stretch of `run` into `room`. Complete when it returns."""
-        take(self.meeting, run, self.module.memory, room, stretch)
-        self.fill_made(run, room, stretch.low, stretch.high)
-        run.clear_gaps(room, stretch.low, stretch.high)
+    def _rooms(self, stretches: Sequence[Stretch]) -> Iterator[torch.Tensor]:
+        """A new one for each, when it is needed."""
+        return (torch.empty(stretch.high - stretch.low, dtype=torch.uint8, device=self.device) for stretch in stretches)
+
+    def fill(self, run: Run, device: torch.device, stretches: Sequence[Stretch], rooms: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Brings stretches of `run` together, one after the other, each in the next of `rooms`, which are on `device`. Each is complete for
+        what the current stream does next.
+
+        The ranks are asked for as many at once as possible: until something has to be made here, which asks them for its own parts.
+        """
+        for together in lists(stretches, lambda stretch: any(self._made_within(run, stretch.low, stretch.high))):
+            taken = take_all(self.meeting, run, self.module.memory, device, together, rooms)
+            for stretch, room in zip(together, taken, strict=True):
+                self.fill_made(run, room, stretch.low, stretch.high)
+                run.clear_gaps(room, stretch.low, stretch.high)
+                yield room
 
     def fill_made(self, run: Run, room: torch.Tensor, low: int, high: int) -> None:
         """What no rank gives of bytes `low` to `high`, because it is made here."""
+        for name, first, last in self._made_within(run, low, high):
+            data = self.value(name).to(getattr(torch, run.metas[name].dtype)).contiguous().reshape(-1).view(torch.uint8)
+            at = run.offsets[name]
+            room[first - low : last - low].copy_(data[first - at : last - at])
+
+    def _made_within(self, run: Run, low: int, high: int) -> Iterator[tuple[str, int, int]]:
+        """Tensors that are made, and which bytes of the run each has between `low` and `high`."""
         for name in self.descriptions[0].made:
-            meta, at = run.metas[name], run.offsets[name]
-            first, last = max(at, low), min(at + meta.nbytes, high)
+            at = run.offsets[name]
+            first, last = max(at, low), min(at + run.metas[name].nbytes, high)
             if first < last:
-                data = self.value(name).to(getattr(torch, meta.dtype)).contiguous().reshape(-1).view(torch.uint8)
-                room[first - low : last - low].copy_(data[first - at : last - at])
+                yield name, first, last
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, gathered one by one: for transports that know no better."""
         run = self.run(self.descriptions[0].tensors)
         self.channel.ask("send", run.tensors)
-        for name, meta in run.metas.items():
-            room = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.device)
-            self.fill(run, room, Stretch(False, run.offsets[name], run.offsets[name] + meta.nbytes))
+        stretches = [Stretch(False, run.offsets[name], run.offsets[name] + meta.nbytes) for name, meta in run.metas.items()]
+        for (name, meta), room in zip(run.metas.items(), self.fill(run, self.device, stretches, self._rooms(stretches)), strict=True):
             yield name, room.view(getattr(torch, meta.dtype)).view(meta.shape)
 
     def stamp(self) -> Hashable:

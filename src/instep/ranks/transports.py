@@ -51,7 +51,8 @@ class SharedShm(ShmTransport):
 
 class Gathering(BroadcastTransport):
     """Each bucket is brought together in rank 0 before it is sent; while it travels, the next one is. A bucket is smaller than a trainer in
-    one process has it, by as much as arrives at once from another rank: so all that rank 0 holds is two buckets of that size.
+    one process has it: so all that rank 0 holds, with what arrives at once from another rank, is less than two buckets of that size. What
+    arrives at once is so much that two ranks, which give about half each, need no more than one slice for a bucket.
 
     whole: all are brought together first, which takes the memory of the model.
     """
@@ -59,24 +60,27 @@ class Gathering(BroadcastTransport):
     def __init__(self, backend: str, timeout: float, source: RankedSource, *, whole: bool) -> None:
         super().__init__(backend, timeout)
         self.source, self.whole = source, whole
-        self.step = max(ALIGN, self.way.bucket // 8)
+        self.step = max(ALIGN, 3 * (self.way.bucket // ALIGN) // 8 * ALIGN)
         self.way = replace(self.way, bucket=self.way.bucket - self.step)
 
     def _packed(self, tensors: list[TensorMeta], _: Values, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         run = self.source.run(tensors)
         self.source.channel.ask("send", tensors)
-        edges = buckets(run.size, self.way.bucket)
-        if self.whole:
-            everything = torch.empty(run.size, dtype=torch.uint8, device=self.device)
-            for low, high in edges:
-                self.source.fill(run, everything[low:high], Stretch(False, low, high, self.step))
-        for index, (low, high) in enumerate(edges):
-            bucket = room(index, high - low)
-            if self.whole:
-                bucket.copy_(everything[low:high])
-            else:
-                self.source.fill(run, bucket, Stretch(False, low, high, self.step))
-            yield bucket
+        stretches = [Stretch(False, low, high, self.step) for low, high in buckets(run.size, self.way.bucket)]
+        rooms = (room(index, stretch.high - stretch.low) for index, stretch in enumerate(stretches))
+        if not self.whole:
+            yield from self.source.fill(run, self.device, stretches, rooms)
+            return
+        model = torch.empty(run.size, dtype=torch.uint8, device=self.device)
+        everything = [model[stretch.low : stretch.high] for stretch in stretches]
+        for _filled in self.source.fill(run, self.device, stretches, iter(everything)):
+            pass
+        yield from (bucket.copy_(filled) for bucket, filled in zip(rooms, everything, strict=True))
+
+    def _end_group(self, reason: str) -> None:
+        """The ranks are in the middle of a list of stretches, and rank 0 may wait for them and not for the engines."""
+        super()._end_group(reason)
+        self.source.meeting.end(reason)
 
 
 class RankedTransport(AutoTransport):

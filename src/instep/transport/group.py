@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -159,12 +159,17 @@ class Group:
             self._look(now=True)  # a peer that gave up says why
             raise self._break("a peer failed", error) from error
 
-    def settle(self) -> None:
-        """Until the device has done everything that was asked of the current stream."""
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.current_stream(self.device))
-            self._until(done.query)
+    def mark(self) -> Callable[[], bool]:
+        """Tells whether the device has done everything that was asked of the current stream until now."""
+        if self.device.type != "cuda":
+            return lambda: True
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self.device))
+        return done.query
+
+    def settle(self, mark: Callable[[], bool] | None = None) -> None:
+        """Until the device has done everything that was asked of the current stream, before `mark` where one is given."""
+        self._until(mark or self.mark())
 
     def _until(self, done: Any) -> None:
         for turn in range(1 << 62):
