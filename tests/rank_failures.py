@@ -168,6 +168,22 @@ def rank_dies(way: str, bucket: str) -> dict[str, Any]:
     return {**found, "served": served}
 
 
+def leader_dies(bucket: str) -> dict[str, Any]:
+    """Rank 0 is killed while it takes others' parts of a bucket."""
+    _, _, sync = begun("one", timeout=60.0)
+    sync.push("v0")
+    if RANK == 0:
+        real, left = gather.take, count(int(bucket), -1)
+
+        def dying(*arguments: Any) -> None:
+            if not next(left):
+                os._exit(9)
+            real(*arguments)
+
+        gather.take = dying
+    return attempt(lambda: sync.push("v1"))
+
+
 def slow_receiver() -> dict[str, Any]:
     """The engine takes its time for each bucket. When each rank began and ended its part of each, on one clock."""
     _, engine, sync = begun("one", timeout=60.0)
@@ -209,5 +225,6 @@ FAILURES: dict[str, Callable[..., dict[str, Any]]] = {
     "leader-is-absent": leader_is_absent,
     "versions-differ": versions_differ,
     "rank-dies": rank_dies,
+    "leader-dies": leader_dies,
     "slow-receiver": slow_receiver,
 }

@@ -65,7 +65,7 @@ class Ranks:
         for rank in range(size):
             file, log = self.folder / f"results.{size}.{rank}", self.folder / f"log.{size}.{rank}"
             results = json.loads(file.read_text()) if file.exists() else {}
-            dead = "dies" in case and rank == size - 1
+            dead = "dies" in case and rank == (0 if "leader" in case else size - 1)
             said = (log if log.exists() else self.folder / "log").read_text()[-3000:]
             assert case in results or dead, f"rank {rank} of {size} did not finish {case}:\n{said}"
             assert "traceback" not in results.get(case, {}), f"rank {rank} of {size}: {results[case]['traceback']}"

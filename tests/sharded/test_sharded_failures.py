@@ -83,6 +83,14 @@ def test_case_21_a_rank_that_dies_ends_the_push_everywhere_at_once_and_is_named(
     assert found[0]["served"] == "v0"
 
 
+@pytest.mark.parametrize("case", [played(2, "leader-dies/5"), played(3, "leader-dies/5")])
+def test_the_end_of_rank_0_is_told_by_every_other_at_once(case: str, found: Seen) -> None:
+    """Killed while it takes others' parts of the sixth bucket. The deadline is a minute."""
+    assert found[0] is None
+    assert all(one["kind"] == "TransportError" and "rank 0 of the trainer is gone" in one["error"] for one in found[1:])
+    assert all(one["seconds"] < 20 for one in found[1:])
+
+
 @pytest.mark.parametrize("case", [played(3, "slow-receiver"), played(4, "slow-receiver")])
 def test_cases_2_and_4_all_ranks_stay_within_one_bucket_of_a_slow_receiver(case: str, found: Seen) -> None:
     """Times are of one host's clock. A bucket is sent when it is complete, and two are on their way at most, while all have one list."""

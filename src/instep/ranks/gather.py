@@ -29,8 +29,9 @@ from instep.transport.group import Group, find
 MOMENT = 0.5
 """Seconds: the connections of a process end a little before it is known that it has ended."""
 
-AHEAD = 256
-"""Copies that may be asked of a device before it has done the first. It takes about a thousand; then asking waits, without a deadline."""
+AHEAD, BESIDE = 256, 8
+"""How much may be asked of a device before it has done the first of it: copies, and what goes with each slice of them, to send and to wait.
+A device takes about a thousand; then asking waits, without a deadline."""
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -58,17 +59,15 @@ class Meeting:
         self.group: Group | None = None
         self.room = torch.empty(0, dtype=torch.uint8)
         self.marks: deque[tuple[Callable[[], bool], int]] = deque()
-        """Moments that the device may not have come to, and how many copies each was before."""
+        """Moments that the device may not have come to, and how much was asked of it after each."""
 
-    def ask_all(self, device: torch.device) -> Group:
-        """Rank 0: the group, with every rank in it."""
+    def ask_all(self, device: torch.device) -> None:
+        """Rank 0: makes the group where it is needed, with every rank in it."""
         if self.group is None or self.group.broken:
             join = Join(uuid.uuid4().hex, "nccl" if device.type == "cuda" else "gloo")
             self.channel.tell("join", join)
             self.enter(join, device)
             self.channel.collect()
-        assert self.group is not None
-        return self.group
 
     def enter(self, join: Join, device: torch.device) -> None:
         self.close()
@@ -91,27 +90,29 @@ class Meeting:
         try:
             yield
         except BaseException as error:
-            self.end(f"trainer rank {self.channel.rank}: {str(error) or 'it was stopped'}")
+            self.end(f"trainer rank {self.channel.rank}: {error.args[0] if error.args else 'it was stopped'}")
             self.close()
             raise
 
     def pace(self, copies: int) -> None:
-        """Before so many copies are asked of the device: waits until few enough are ahead of them. Each wait has the whole time of an
-        answer, because the one before it has shown that there is progress. On a CPU copies are done when they return."""
+        """Before so many copies are asked of the device: waits until few enough are ahead of them, or none where they are many. Each wait
+        has the whole time of an answer, because the one before it has shown progress. On a CPU copies are done when they return."""
         assert self.group is not None
-        self.marks.append((self.group.mark(), copies))
-        while sum(number for _, number in self.marks) > AHEAD:
-            self._reach()
+        self.marks.append((self.group.mark(), copies + BESIDE))
+        while len(self.marks) > 1 and sum(number for _, number in self.marks) > AHEAD:
+            self.marks.popleft()
+            self._reach(self.marks[0][0])
+        if copies > AHEAD:
+            self._reach(self.marks[0][0])
 
     def finish(self) -> None:
         """Waits for all that was asked for."""
         self.pace(0)
         while self.marks:
-            self._reach()
+            self._reach(self.marks.popleft()[0])
 
-    def _reach(self) -> None:
+    def _reach(self, mark: Callable[[], bool]) -> None:
         assert self.group is not None
-        mark, _ = self.marks.popleft()
 
         def reached() -> bool:
             self.channel.miss(range(self.channel.size))
@@ -137,11 +138,9 @@ def lists(stretches: Sequence[Stretch], stop: Callable[[Stretch], bool]) -> Iter
     together: list[Stretch] = []
     for stretch in stretches:
         together.append(stretch)
-        if stop(stretch):
+        if stop(stretch) or stretch is stretches[-1]:
             yield together
             together = []
-    if together:
-        yield together
 
 
 def give(meeting: Meeting, run: Run, memory: Memory, stretch: Stretch) -> None:
