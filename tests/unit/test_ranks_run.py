@@ -75,6 +75,17 @@ def test_as_many_stretches_as_possible_are_asked_for_at_once(stops: list[bool]) 
     assert ends == [index for index, stop in enumerate(stops) if stop or index == len(stops) - 1]
 
 
+@given(runs(), st.integers(1, 4))
+def test_what_lies_between_tensors_becomes_zero_and_nothing_else_does(run: Run, bucket: int) -> None:
+    room = torch.ones(run.size, dtype=torch.uint8)
+    for low, high in buckets(run.size, bucket * ALIGN):
+        run.clear_gaps(room[low:high], low, high)
+    expected = torch.zeros(run.size, dtype=torch.uint8)
+    for name, meta in run.metas.items():
+        expected[run.offsets[name] : run.offsets[name] + meta.nbytes] = 1
+    assert torch.equal(room, expected)
+
+
 def test_tensors_that_lie_together_are_one_stretch() -> None:
     tensors = [TensorMeta(name, "float32", (10_000,)) for name in "abcde"]
     run = Run(tensors, {0: []})

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 
 import torch
 
@@ -28,12 +29,16 @@ class Run:
     size: int = field(init=False)
     _ends: dict[int, list[int]] = field(init=False)
     """By rank, where the tensor of each piece ends: no end is before the one in front of it."""
+    _gaps: list[tuple[int, int]] = field(init=False)
+    """Bytes between tensors."""
 
     def __post_init__(self) -> None:
         offsets, size = layout(self.tensors)
         object.__setattr__(self, "metas", {meta.name: meta for meta in self.tensors if not meta.alias_of})
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "size", size)
+        after = [(offsets[name] + meta.nbytes, offsets[name] + padded(meta.nbytes)) for name, meta in self.metas.items()]
+        object.__setattr__(self, "_gaps", [(first, last) for first, last in after if first < last])
         ends = {name: offsets[name] + meta.nbytes for name, meta in self.metas.items()}
         object.__setattr__(self, "_ends", {rank: [ends[piece.tensor] for piece in pieces] for rank, pieces in self.given.items()})
 
@@ -101,10 +106,10 @@ class Run:
 
     def clear_gaps(self, room: torch.Tensor, low: int, high: int) -> None:
         """Zeros between the tensors: digests count on them."""
-        for name, meta in self.metas.items():
-            first, last = self.offsets[name] + meta.nbytes, self.offsets[name] + padded(meta.nbytes)
-            if first < high and last > low:
-                room[max(first, low) - low : min(last, high) - low] = 0
+        for first, last in islice(self._gaps, bisect_right(self._gaps, low, key=itemgetter(1)), None):
+            if first >= high:
+                return
+            room[max(first, low) - low : min(last, high) - low] = 0
 
 
 def read(memory: torch.Tensor, part: Piece) -> torch.Tensor:
