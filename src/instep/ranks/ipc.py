@@ -153,8 +153,9 @@ class SharedIpc(IpcTransport):
 
     def _stage(self, run: Run, staged: dict[str, torch.Tensor]) -> None:
         made = self.source.made
-        for name in staged.keys() & made:
-            staged[name].copy_(self.source.value(name))
+        for name, room in staged.items():
+            if name in made:
+                room.copy_(self.source.value(name))
         if rooms := {name: room.reshape(-1).view(torch.uint8) for name, room in staged.items() if name not in made}:
             self.source.channel.ask("send", run.tensors)
             stretches = [Stretch(False, run.offsets[name], run.offsets[name] + len(room)) for name, room in rooms.items()]
