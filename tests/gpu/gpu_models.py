@@ -36,7 +36,8 @@ def start(path: Path, devices: str | None = None, **arguments: Any) -> Any:
         "load_format": "dummy", "max_model_len": 512, "max_num_seqs": 8, "skip_tokenizer_init": True, "worker_extension_cls": EXTENSION,
         "enforce_eager": True, **MEMORY,
     }  # fmt: skip
-    torch.cuda.init()  # before the mask changes: this process goes on seeing all GPUs
+    torch.cuda.init()
+    torch.cuda.device_count()  # PyTorch remembers it from now on: this process goes on seeing all GPUs when the mask changes
     with environment({**ENVIRONMENT, "VLLM_USE_FLASHINFER_SAMPLER": "0"}), visible(devices):
         from vllm import LLM
 

@@ -44,7 +44,7 @@ def test_twenty_versions_arrive_bit_by_bit_and_nothing_is_gathered(ranks: Ranks,
         assert receipt.transport == TRANSPORT
         assert receipt.engines[0].direct
         assert receipt.engines[0].read_back == receipt.tensors
-        source: Any = sync._session.source
+        source: Any = sync._session.source.source
         assert source.meeting.group is None
 
 

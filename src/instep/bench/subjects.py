@@ -119,7 +119,8 @@ def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> 
     if gpu is None:
         settings |= {"enforce_eager": True}
     else:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # before the mask changes: this process goes on seeing all GPUs
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.device_count()  # PyTorch remembers it from now on: this process goes on seeing all GPUs when the mask changes
         settings |= {"gpu_memory_utilization": (nbytes // tp + ROOM) / torch.cuda.mem_get_info(gpu)[1]}
     mask = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(_visible(gpu + rank) for rank in range(tp))}
     with environment({**ENVIRONMENT, **(ON_CPU if gpu is None else ON_GPU), **mask}):
