@@ -58,6 +58,40 @@ def engine_fails(way: str) -> dict[str, Any]:
     return ended(sync, engine, **found)
 
 
+def engine_fails_while_a_rank_is_slow() -> dict[str, Any]:
+    """The engine fails at the third bucket, while rank 0 waits for the last rank's part of the fourth. When each wait has ended."""
+    _, engine, sync = begun("one", timeout=60.0)
+    sync.push("v0")
+    real_receive, real_take, real_give = incoming.receive, gather.take, follow.give
+    calls, moments = count(), []
+
+    def failing(*arguments: Any) -> Any:
+        for index in real_receive(*arguments):
+            if index == 2:
+                raise RuntimeError("the engine's memory is full")
+            yield index
+
+    def take(*arguments: Any) -> None:
+        try:
+            real_take(*arguments)
+        except InstepError:
+            moments.append(time.monotonic())
+            raise
+
+    def give(*arguments: Any) -> None:
+        if next(calls) == 3 and int(os.environ["WORLD_SIZE"]) - 1 == RANK:
+            time.sleep(4)
+            moments.append(time.monotonic())
+        real_give(*arguments)
+
+    incoming.receive, gather.take, follow.give = failing, take, give
+    try:
+        found = attempt(lambda: sync.push("v1"))
+    finally:
+        incoming.receive, gather.take, follow.give = real_receive, real_take, real_give
+    return ended(sync, engine, **found, moments=moments)
+
+
 def rank_fails(way: str, tensors: str) -> dict[str, Any]:
     """Rank 1 cannot read its source when it has read so many tensors."""
     _, engine, sync = begun(way)
@@ -219,6 +253,7 @@ def slow_receiver() -> dict[str, Any]:
 FAILURES: dict[str, Callable[..., dict[str, Any]]] = {
     "engine-fails": engine_fails,
     "engine-fails-midway": engine_fails_midway,
+    "engine-fails-while-a-rank-is-slow": engine_fails_while_a_rank_is_slow,
     "rank-fails": rank_fails,
     "rank-is-absent": rank_is_absent,
     "rank-is-ahead": rank_is_ahead,

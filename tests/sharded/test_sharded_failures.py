@@ -45,6 +45,14 @@ def test_an_engine_that_fails_in_the_middle_of_a_broadcast_ends_what_ranks_are_g
     assert found[0]["same"]
 
 
+@pytest.mark.ranks(2, "engine-fails-while-a-rank-is-slow")
+def test_rank_0_hears_that_the_engine_has_failed_while_it_waits_for_another_rank(found: Seen) -> None:
+    assert all("the engine's memory is full" in one["error"] for one in found)
+    (heard,), (gave,) = (one["moments"] for one in found)
+    assert heard < gave
+    healed(found)
+
+
 @pytest.mark.ranks(2, "rank-is-absent")
 def test_a_rank_that_makes_no_call_is_named_in_time(found: Seen) -> None:
     assert "trainer rank 1 of 2 did not answer 'begin' within 5 s" in found[0]["error"]

@@ -6,7 +6,7 @@ others for their part of it. They follow: each answers until it is told how the 
     channel.py    questions and answers, through a store of rank 0; every wait has a deadline, a rank that fails ends everybody's
     presence.py   a rank whose process has ended is noticed at once, on one host
     run.py        a version as one run of bytes, and which rank gives which elements of it
-    gather.py     a stretch of the run brought together in rank 0, over a private group
+    gather.py     stretches of the run brought together in rank 0, over a private group
     segment.py    every rank writes its own elements into one shared segment: nothing is gathered
     ipc.py        every rank shares its own shards in GPU memory: nothing is copied before workers read
     lead.py       rank 0: the source of a push
