@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import SETTINGS, start, stop
+from engines import SETTINGS, start
 from models import save, tiny
+
+from instep.bench.subjects import stop_vllm
 
 FAMILIES = ("qwen3", "llama", "qwen3_moe")
 SEEDS = (2, 3)
@@ -67,4 +69,4 @@ def engine() -> Iterator[Callable[..., Any]]:
 
     yield begin
     with ThreadPoolExecutor() as together:  # vLLM takes five seconds for each
-        list(together.map(stop, started))
+        list(together.map(stop_vllm, started))

@@ -44,11 +44,6 @@ def settings() -> Iterator[None]:
         os.environ.update(before)
 
 
-def stop(llm: Any) -> None:
-    """Ends the engine's processes, those of this engine alone."""
-    llm.llm_engine.engine_core.shutdown()
-
-
 def greedy(llm: Any, prompts: list[list[int]], max_tokens: int = 12, lora: Any = None) -> Generated:
     """Greedy tokens and their log-probabilities. lora: a `LoRARequest`."""
     from vllm import SamplingParams

@@ -19,10 +19,11 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
-from engines import Generated, greedy, start, stop
+from engines import Generated, greedy, start
 from models import PROMPTS
 
 from instep import WeightSync
+from instep.bench.subjects import stop_vllm
 
 
 def main(out: str, *checkpoints: str) -> None:
@@ -49,7 +50,7 @@ def generated(folder: str, then: Callable[[Any], None] = lambda llm: None) -> tu
         then(llm)
         return fresh, greedy(llm, PROMPTS)
     finally:
-        stop(llm)
+        stop_vllm(llm)
 
 
 def stock_reload(llm: Any, folder: str) -> None:

@@ -30,6 +30,7 @@ def main(out: str, rank: int, port: int, family: str, checkpoint: str) -> None:
     from rank_models import WRAPS
 
     from instep import WeightSync
+    from instep.bench.subjects import stop_vllm
 
     results: dict[str, Any] = {"generated": [], "digests": []}
     for number, (wrap, transport, seed) in enumerate(WAYS):
@@ -44,7 +45,7 @@ def main(out: str, rank: int, port: int, family: str, checkpoint: str) -> None:
     Path(f"{out}.{rank}").write_text(json.dumps(results))
     torch.distributed.barrier()
     if llm is not None:
-        llm.llm_engine.engine_core.shutdown()
+        stop_vllm(llm)
     os._exit(0)  # threads of Gloo may wait for each other
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import SETTINGS, greedy, start, stop
+from engines import SETTINGS, greedy, start
 from models import PROMPTS, tiny
 from torchrl_engine import EngineProcess
 
+from instep.bench.subjects import stop_vllm
 from instep.dropin.torchrl import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, get_model_metadata
 from instep.dropin.torchrl.collective import free_port
 from instep.errors import ApplyError, EngineLost, EngineTimeout, SyncError, TransportError
@@ -33,7 +34,7 @@ def llm(checkpoints: Callable[[str, int], Path], reference: Callable[..., Any]) 
     # It ends with its class, and `reference` has ended its own engines when this one starts: one at a time.
     llm = start(checkpoints(FAMILY, 1))
     yield llm
-    stop(llm)
+    stop_vllm(llm)
 
 
 @pytest.fixture(scope="class")

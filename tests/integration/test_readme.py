@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ARGUMENTS, settings, stop
+from engines import ARGUMENTS, settings
 from models import tiny
+
+from instep.bench.subjects import stop_vllm
 
 
 def test_the_seven_lines_run(
@@ -35,4 +37,4 @@ def test_the_seven_lines_run(
     assert re.search(r"^step-0: .* to 1 engine in ", out, re.MULTILINE)
     assert re.search(r"^step-1: .* digest [0-9a-f]{16}", out, re.MULTILINE)
     names["sync"].close()
-    stop(names["llm"])
+    stop_vllm(names["llm"])

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from adapters import retrain, with_adapter
-from engines import greedy, start, stop, versions
+from engines import greedy, start, versions
 from models import PROMPTS, tiny
 
 from instep import Adapter, MemoryEngine, WeightSync
+from instep.bench.subjects import stop_vllm
 from instep.errors import ApplyError, EngineDirty, InstepError, PlanError, SyncError
 
 RANK = 8
@@ -23,7 +24,7 @@ def llm(request: pytest.FixtureRequest, checkpoints: Callable[[str, int], Path])
     arguments = {"enable_lora": True, "max_lora_rank": RANK, "tensor_parallel_size": request.param}
     llm = start(checkpoints("llama", 2), load_format="auto", worker_extension_cls="faulty.FaultyExtension", **arguments)
     yield llm
-    stop(llm)
+    stop_vllm(llm)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engines import SETTINGS, greedy, start, stop
+from engines import SETTINGS, greedy, start
 from models import PROMPTS
+
+from instep.bench.subjects import stop_vllm
 
 PATIENCE = 300.0  # seconds: an engine starts within them on a machine that is busy
 
@@ -75,7 +77,7 @@ class Commands:
 
     def stop(self) -> None:
         self.receiver.shutdown()
-        stop(self.llm)
+        stop_vllm(self.llm)
 
 
 def serve(pipe: Connection, folder: str, config: dict[str, Any], metadata: Any) -> None:

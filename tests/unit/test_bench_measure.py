@@ -12,6 +12,7 @@ import pytest
 
 from instep.bench import measure
 from instep.bench.measure import Bench, Push, Way
+from instep.bench.subjects import stop_vllm
 from instep.errors import ConfigError
 
 
@@ -140,3 +141,34 @@ def test_after_a_push_that_hangs_the_engine_is_left_alone(bench: Bench, monkeypa
     assert row.error == "Late: a push did not end within 2 s"
     assert "the engine was lost: stuck: a push did not end" in str(bench.measure(way(right)).error)
     released.set()
+
+
+class NoSuchProcess(Exception):
+    """As psutil's, of which vLLM may find one of two copies."""
+
+
+class Ending:
+    """What `stop_vllm` sees of an `LLM` whose shutdown raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.done: list[str] = []
+        self.llm_engine = self.engine_core = self.engine_manager = self.resources = self
+        self.processes = [self, self]
+
+    def shutdown(self) -> None:
+        raise self.error
+
+    def kill(self) -> None:
+        self.done.append("kill")
+
+    def __call__(self) -> None:
+        self.done.append("resources")
+
+
+def test_an_engine_ends_whole_where_vllm_fails_over_a_child_that_has_just_ended() -> None:
+    ending = Ending(NoSuchProcess("process no longer exists"))
+    stop_vllm(ending)
+    assert ending.done == ["kill", "kill", "resources"]
+    with pytest.raises(RuntimeError, match="something else"):
+        stop_vllm(Ending(RuntimeError("something else")))

@@ -105,7 +105,7 @@ class VllmSubject:
 
     def close(self) -> None:
         with self.held:
-            self.engine.llm_engine.engine_core.shutdown()
+            stop_vllm(self.engine)
 
 
 def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> Any:
@@ -127,6 +127,19 @@ def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> 
         from vllm import LLM
 
         return LLM(str(folder), **{**settings, **arguments})
+
+
+def stop_vllm(llm: Any) -> None:
+    """Ends the processes of an `LLM`. vLLM names each child that it has to kill, fails where one has just ended, and leaves the rest."""
+    core = llm.llm_engine.engine_core
+    try:
+        core.shutdown()
+    except Exception as error:
+        if type(error).__name__ != "NoSuchProcess":  # of whichever copy of psutil vLLM has found
+            raise
+        for process in core.resources.engine_manager.processes:
+            process.kill()
+        core.resources()
 
 
 def greedy(llm: Any, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:

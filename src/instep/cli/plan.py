@@ -18,7 +18,7 @@ from rich.console import Console
 from instep import WeightSync
 from instep.bench import shapes as named
 from instep.bench.shapes import ShapesName
-from instep.bench.subjects import start_vllm
+from instep.bench.subjects import start_vllm, stop_vllm
 from instep.cli.checkpoints import found
 from instep.cli.doctor import stdout_to_stderr
 from instep.cli.layer_rows import Report, alike, rows, tables, timed
@@ -144,4 +144,4 @@ def running(folder: Path, gpu: int | None, nbytes: int, tp: int) -> Iterator[Any
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        stop_vllm(llm)
