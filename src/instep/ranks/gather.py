@@ -31,7 +31,7 @@ MOMENT = 0.5
 
 AHEAD, BESIDE = 256, 8
 """How much may be asked of a device before it has done the first of it: copies, and what goes with each slice of them, to send and to wait.
-A device takes about a thousand; then asking waits, without a deadline."""
+What a device takes is bounded; beyond that asking waits, without a deadline."""
 
 
 class Join(msgspec.Struct, frozen=True):
