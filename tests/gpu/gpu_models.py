@@ -11,14 +11,14 @@ import torch
 
 from instep.bench import shapes
 from instep.bench.shapes import model
-from instep.bench.subjects import ENVIRONMENT, PROMPTS, greedy
+from instep.bench.subjects import ENVIRONMENT, PROMPTS, greedy, stop_vllm
 from instep.transport.group import environment
 
 MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 """Not measured at the start, which fails where another process frees memory meanwhile."""
 EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
 
-__all__ = ["EXTENSION", "MEMORY", "PROMPTS", "folder", "greedy", "model", "start", "visible"]
+__all__ = ["EXTENSION", "MEMORY", "PROMPTS", "folder", "greedy", "model", "start", "stop_vllm", "visible"]
 
 
 def folder(name: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import greedy, model, start
+from gpu_models import greedy, model, start, stop_vllm
 from torch.multiprocessing.reductions import reduce_tensor
 
 from instep.dropin.answers import in_thread
@@ -43,7 +43,7 @@ def engine(checkpoint: Path, extension: str) -> Iterator[Any]:
     llm = start(checkpoint, "1", load_format="auto", enforce_eager=False, worker_extension_cls=extension)
     llm.fresh = greedy(llm, PROMPTS)
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    stop_vllm(llm)
 
 
 @pytest.fixture(scope="module")

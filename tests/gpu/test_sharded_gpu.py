@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from far_engine import FarEngine
-from gpu_models import PROMPTS, folder, greedy, start
+from gpu_models import PROMPTS, folder, greedy, start, stop_vllm
 from gpu_ranks import ROWS, Ranks, local
 
 pytestmark = [pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"), pytest.mark.timeout(600)]
@@ -93,7 +93,7 @@ def test_a_real_vllm_generates_what_one_that_loads_from_disk_does(ranks: Ranks, 
     ranks.step()
     llm = start(tmp_path, "0", load_format="auto")
     from_disk = greedy(llm, PROMPTS)
-    llm.llm_engine.engine_core.shutdown()
+    stop_vllm(llm)
     llm = start(folder("tiny"), "1")
     try:
         with ranks.opened("model", llm, TRANSPORT) as sync:
@@ -105,4 +105,4 @@ def test_a_real_vllm_generates_what_one_that_loads_from_disk_does(ranks: Ranks, 
             assert receipt.transport == TRANSPORT
             assert receipt.engines[0].reload == {}
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        stop_vllm(llm)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_models import PROMPTS, greedy, model, start
+from gpu_models import PROMPTS, greedy, model, start, stop_vllm
 
 from instep import WeightSync
 from instep.engine.vllm_publisher import WeightPublisher
@@ -36,7 +36,7 @@ def llm(checkpoint: Path) -> Iterator[Any]:
     )  # fmt: skip
     llm.fresh = greedy(llm, PROMPTS)
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    stop_vllm(llm)
 
 
 def finish(llm: Any, version: str) -> None:

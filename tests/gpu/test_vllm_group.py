@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import EXTENSION, MEMORY, PROMPTS, folder, greedy, model, start, visible
+from gpu_models import EXTENSION, MEMORY, PROMPTS, folder, greedy, model, start, stop_vllm, visible
 
 from instep import WeightSync
 from instep.errors import InstepError
@@ -38,7 +38,7 @@ def other_gpu(checkpoint: Path) -> Iterator[Any]:
     """On GPU 1, loaded from disk."""
     llm = start(checkpoint, "1", load_format="auto", enforce_eager=False)
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    stop_vllm(llm)
 
 
 def test_nccl_pushes_are_bit_equal_and_stream_into_live_storage(other_gpu: Any) -> None:
@@ -115,7 +115,7 @@ FALLBACK = textwrap.dedent("""
         with WeightSync(trainer, [llm]) as sync:
             sync.push("one")
             print("USED", sync._session.current.location.transport)
-        llm.llm_engine.engine_core.shutdown()
+        stop_vllm(llm)
 """)
 
 
@@ -150,7 +150,7 @@ def test_two_workers_on_two_gpus_one_of_them_the_trainers(checkpoint: Path) -> N
         with WeightSync(trainer, [llm], transport="nccl") as sync, pytest.raises(InstepError, match="share a GPU"):
             sync.push("three")
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        stop_vllm(llm)
 
 
 async def _generate(llm: Any, prompt: list[int], name: str, tokens: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import PROMPTS, folder, greedy, model, start
+from gpu_models import PROMPTS, folder, greedy, model, start, stop_vllm
 
 from instep import WeightSync
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 def from_disk(checkpoint: Path) -> Iterator[Any]:
     llm = start(checkpoint, load_format="auto", enforce_eager=False)
     yield greedy(llm, PROMPTS)
-    llm.llm_engine.engine_core.shutdown()
+    stop_vllm(llm)
 
 
 @pytest.fixture(scope="module", params=range(2), ids=["one GPU", "two GPUs"])
@@ -29,7 +29,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("needs two GPUs")
     llm = start(folder("tiny"), str(request.param), enforce_eager=False)
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    stop_vllm(llm)
 
 
 def test_pushes_are_pulled_straight_into_live_storage(llm: Any, from_disk: Any) -> None:

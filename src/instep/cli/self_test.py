@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -109,6 +110,8 @@ def start_vllm(model: Any, folder: Path) -> Subject:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # saves 20 s of compiling, and the need for a compiler
     from vllm import LLM, SamplingParams
 
+    from instep.bench.subjects import stop_vllm
+
     model.save_pretrained(folder)
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, worker_extension_cls="instep.engine.vllm_worker.WorkerExtension",
@@ -120,7 +123,7 @@ def start_vllm(model: Any, folder: Path) -> Subject:
         answer = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0].outputs[0]
         return list(answer.token_ids), [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
 
-    return Subject("vLLM, tiny random Qwen3", llm, greedy, llm.llm_engine.engine_core.shutdown)
+    return Subject("vLLM, tiny random Qwen3", llm, greedy, partial(stop_vllm, llm))
 
 
 def start_embedded(model: Any) -> Subject:
