@@ -58,18 +58,24 @@ def engine_fails(way: str) -> dict[str, Any]:
     return ended(sync, engine, **found)
 
 
+def failing(receive: Callable[..., Any], bucket: int) -> Callable[..., Any]:
+    """An engine's way to receive buckets that ends with an error at one of them."""
+
+    def received(*arguments: Any) -> Any:
+        for index in receive(*arguments):
+            if index == bucket:
+                raise RuntimeError("the engine's memory is full")
+            yield index
+
+    return received
+
+
 def engine_fails_while_a_rank_is_slow() -> dict[str, Any]:
     """The engine fails at the third bucket, while rank 0 waits for the last rank's part of the fourth. When each wait has ended."""
     _, engine, sync = begun("one", timeout=60.0)
     sync.push("v0")
     real_receive, real_take, real_give = incoming.receive, gather.take, follow.give
     calls, moments = count(), []
-
-    def failing(*arguments: Any) -> Any:
-        for index in real_receive(*arguments):
-            if index == 2:
-                raise RuntimeError("the engine's memory is full")
-            yield index
 
     def take(*arguments: Any) -> None:
         try:
@@ -84,7 +90,7 @@ def engine_fails_while_a_rank_is_slow() -> dict[str, Any]:
             moments.append(time.monotonic())
         real_give(*arguments)
 
-    incoming.receive, gather.take, follow.give = failing, take, give
+    incoming.receive, gather.take, follow.give = failing(real_receive, 2), take, give
     try:
         found = attempt(lambda: sync.push("v1"))
     finally:
@@ -122,12 +128,6 @@ def engine_fails_midway(model: str) -> dict[str, Any]:
     real_receive, real_give, real_tell = incoming.receive, follow.give, Channel.tell
     asked, given = [], []
 
-    def failing(*arguments: Any) -> Any:
-        for index in real_receive(*arguments):
-            if index == 5:
-                raise RuntimeError("the engine's memory is full")
-            yield index
-
     def give(*arguments: Any) -> None:
         given.append(arguments)
         real_give(*arguments)
@@ -136,7 +136,7 @@ def engine_fails_midway(model: str) -> dict[str, Any]:
         asked.append(what)
         real_tell(channel, what, body)
 
-    incoming.receive, follow.give, Channel.tell = failing, give, tell  # type: ignore[method-assign]
+    incoming.receive, follow.give, Channel.tell = failing(real_receive, 5), give, tell  # type: ignore[method-assign]
     try:
         found = attempt(lambda: sync.push("v1"))
     finally:
