@@ -12,7 +12,7 @@ import torch
 
 from instep.bench.results import Copy
 from instep.bench.trainer import timed_runs
-from instep.digest_cuda import Table, in_one
+from instep.digest_cuda import SPAN, TILE, WARPS, Table, in_one
 from instep.engine.memory_host import MemoryHost
 from instep.plan.overlap import Rows, contiguous
 from instep.protocol import Route, TensorMeta, dtype_name
@@ -107,7 +107,6 @@ def foreach(plan: Plan) -> Callable[[], object]:
 def kernel(plan: Plan) -> Callable[[], object]:
     """The kernel of a push without what it adds up on the way."""
     from instep.bench.kernel import copy
-    from instep.digest_cuda import SPAN, TILE, WARPS
 
     table = _puller(plan).table
 

@@ -132,6 +132,7 @@ class SharedIpc(IpcTransport):
         self._stage(run, last.staged)
         last.exposed.launch()
         channel.tell("sums")
+        self.summed = None
         return Published(last.location, {})
 
     def _summed(self) -> Published:

@@ -29,7 +29,7 @@ from instep.plan.buckets import buckets, layout, padded
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Published, Sending, elsewhere, uuid_of
 from instep.transport.group import Group, address_towards, give_up, serve
-from instep.transport.tally import DeviceTally, HostTally, Result, Tally, as_described, in_bytes
+from instep.transport.tally import DeviceTally, HostTally, Result, Tally, described, in_bytes
 
 T = TypeVar("T")
 Values = Iterable[tuple[str, torch.Tensor]]
@@ -191,7 +191,7 @@ class BroadcastTransport:
 
     def _packed(self, tensors: list[TensorMeta], values: Values, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each bucket when it is filled."""
-        return self.tally.pack(values, room) if self.way.on_gpu and self.tally else pack(tensors, values, self.way.bucket, room)
+        return self.tally.pack(values, room) if self.tally else pack(tensors, values, self.way.bucket, room)
 
     def _tally(self, tensors: list[TensorMeta]) -> Tally:
         if not self.way.on_gpu:
@@ -217,9 +217,9 @@ def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callab
     Raises `SourceError` where a value is not the one that is described.
     """
     edges = iter(buckets(layout(tensors)[1], limit))
-    given, index, filled, bucket = iter(values), -1, 0, torch.empty(0)
-    for meta in (meta for meta in tensors if not meta.alias_of):
-        data = in_bytes(meta, as_described(meta, *next(given, ("nothing", None))))
+    index, filled, bucket = -1, 0, torch.empty(0)
+    for meta, value in described((meta for meta in tensors if not meta.alias_of), values):
+        data = in_bytes(meta, value)
         at, end = 0, padded(meta.nbytes)
         while at < end:
             if filled == len(bucket):
@@ -232,8 +232,6 @@ def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callab
             bucket[filled : filled + here].copy_(data[at : at + here])
             bucket[filled + here : filled + step].zero_()
             at, filled = at + step, filled + step
-    if (extra := next(given, None)) is not None:
-        raise SourceError(f"the source gave {extra[0]}, which its metadata does not have", tensor=extra[0])
     if index >= 0:
         yield bucket
 

@@ -66,6 +66,7 @@ class IpcTransport(Pull):
         for name, room in self.layout.staged.items():
             room.copy_(given[name].detach())
         self.layout.exposed.launch()
+        self.summed = None
         return Published(self.layout.location, {})
 
     @asynccontextmanager

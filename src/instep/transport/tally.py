@@ -75,11 +75,11 @@ class DeviceTally:
 
     def pack(self, values: Iterable[tuple[str, torch.Tensor]], room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """As `broadcast.pack`."""
-        given, held = iter(values), dict[str, torch.Tensor]()
+        given, held = described(self.own, values), dict[str, torch.Tensor]()
         for index, here in enumerate(self.pieces):
             for piece in here:
                 if piece.start == 0:
-                    held[piece.meta.name] = self._taken(piece.meta, *next(given, ("nothing", None)))
+                    held[piece.meta.name] = self._taken(*next(given))
             bucket = room(index, self.sizes[index])
             lie = {piece.meta.name for piece in here} & self.places.keys()
             if any(self.found.get(name) != self.places[name] for name in lie):
@@ -93,14 +93,12 @@ class DeviceTally:
                     table.launch()
             yield bucket
             held = {piece.meta.name: held[piece.meta.name] for piece in here if piece.stop < piece.meta.nbytes}
-        if (extra := next(given, None)) is not None:
-            raise SourceError(f"the source gave {extra[0]}, which its metadata does not have", tensor=extra[0])
+        next(given, None)  # there may be more than is described
 
-    def _taken(self, meta: TensorMeta, name: str, value: torch.Tensor | None) -> torch.Tensor:
-        value = as_described(meta, name, value)
+    def _taken(self, meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
         flat = value.reshape(-1) if value.is_contiguous() else None
         if flat is not None and whole(meta, flat).readable(self.rooms[0].device):
-            self.found[name] = value.data_ptr()
+            self.found[meta.name] = value.data_ptr()
             return flat.view(torch.uint8)
         return in_bytes(meta, value)
 
@@ -134,11 +132,19 @@ class DeviceTally:
         return Table(runs, len(self.slots), room.device, copy=bool(places))
 
 
-def as_described(meta: TensorMeta, name: str, value: torch.Tensor | None) -> torch.Tensor:
-    """A value of a source, in the place of the tensor that its metadata has next. Raises `SourceError` where it is another."""
-    if value is None or name != meta.name or tuple(value.shape) != meta.shape:
-        raise SourceError(f"the source gave {name} where its metadata has {meta.name} {list(meta.shape)}", tensor=meta.name)
-    return value.detach()
+def described(tensors: Iterable[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+    """The values of a source, each with its description. tensors: those that are no aliases.
+
+    Raises `SourceError` where a value is another than the one that is described, and where there are more.
+    """
+    given = iter(values)
+    for meta in tensors:
+        name, value = next(given, ("nothing", None))
+        if value is None or name != meta.name or tuple(value.shape) != meta.shape:
+            raise SourceError(f"the source gave {name} where its metadata has {meta.name} {list(meta.shape)}", tensor=meta.name)
+        yield meta, value.detach()
+    if (extra := next(given, None)) is not None:
+        raise SourceError(f"the source gave {extra[0]}, which its metadata does not have", tensor=extra[0])
 
 
 def in_bytes(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
