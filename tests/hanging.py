@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from instep.engine import fleet, memory
+from instep.engine import member, memory
 
 _timeouts: dict[Any, asyncio.Timeout] = {}
 
@@ -26,6 +26,6 @@ async def hang() -> None:
 
 
 def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "asyncio", SimpleNamespace(timeout=timeout, gather=asyncio.gather, sleep=asyncio.sleep))
+    monkeypatch.setattr(member, "asyncio", SimpleNamespace(timeout=timeout, sleep=asyncio.sleep))
     stub = SimpleNamespace(Event=lambda: SimpleNamespace(wait=hang), get_running_loop=asyncio.get_running_loop, gather=asyncio.gather)
     monkeypatch.setattr(memory, "asyncio", stub)

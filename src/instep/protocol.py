@@ -163,17 +163,14 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Answer to hello and status: who this worker is and what it holds."""
+    """Answer to hello and status: who this worker is and what it holds. gpu: a UUID, whatever number the process knows the GPU by."""
 
-    incarnation: str
-    """Changes when the worker's process restarts."""
+    incarnation: str  # changes when the worker's process restarts
     rank: int
     world_size: int
     device: str
     gpu: str | None
-    """The UUID of its GPU, whatever number the process knows it by."""
-    host: str
-    """Equal for processes that may share memory."""
+    host: str  # equal for processes that may share memory
     pid: int
     plan_signature: str | None
     prepared: str | None
@@ -223,13 +220,15 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class CommitRequest(msgspec.Struct, frozen=True):
-    """Take the version that was prepared. Answered by a `WorkerReceipt`."""
+    """Take the version that was prepared. Answered by a `WorkerReceipt`. digests: of all its tensors, where the trainer has them by now."""
 
     version: str
+    digests: dict[str, int] = {}
 
 
 class WorkerReceipt(msgspec.Struct, frozen=True):
-    """What one worker did in a commit, with seconds by phase."""
+    """What one worker did in a commit, with seconds by phase. proved: whether it has seen by itself that it holds the trainer's bytes;
+    otherwise the trainer adds up what the workers tell."""
 
     rank: int
     seconds: dict[str, float]
@@ -244,6 +243,7 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     wholes: dict[str, int] = {}
     parts: dict[str, int] = {}
     """Sums taken while pulling (see `digest.py`): of whole tensors, and of what this worker's routes read of a tensor."""
+    proved: bool = False
 
 
 class DigestRequest(msgspec.Struct, frozen=True):

@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from instep.config import Config
 from instep.digest import total
-from instep.engine.fleet import Fleet, Member
+from instep.engine.member import Member
 from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, TransportError, VersionConflict
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
+from instep.session import Session
 from instep.source import check_unchanged
-from instep.source.guarded import Guarded
-from instep.telemetry import Event, Sink, logger
-from instep.transport import Published
-from instep.transport.auto import AutoTransport
-
-
-@dataclass
-class Session:
-    """What one `WeightSync` has, and remembers from push to push."""
-
-    config: Config
-    source: Guarded
-    fleet: Fleet
-    transport: AutoTransport
-    sinks: Sequence[Sink]
-    history: list[str] = field(default_factory=list)
-    described: list[TensorMeta] = field(default_factory=list)
-    """The source's tensors as they were checked last. Their signature and sizes hold for an equal list."""
-    signature: str = ""
-    sizes: dict[str, int] = field(default_factory=dict)
-    current: Manifest | None = None
-    """The version that at least one engine serves, still published."""
-    published: Published | None = None
-    expected: list[float] | None = None
-    """What the trainer's forward said of the canary when the current version was published."""
-    stamp: Hashable = None
-    """The source's, when the current version was published."""
-
-    def to_be_had(self) -> Manifest | None:
-        """The current version, if its bytes are still to be had: those in the trainer's own memory are gone when it steps."""
-        live = self.current is not None and self.current.location.live
-        return None if live and self.source.stamp() != self.stamp else self.current
+from instep.telemetry import Event, logger
+from instep.transport import Placed, Published
 
 
 class Push:
@@ -61,36 +32,68 @@ class Push:
         # Of the current version, until another is published.
         self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
         self.finished: Published | None = None  # `published`, once it has its digests
+        self.looked = False  # `stamp` and `place` are of this moment: nothing was waited for since
+        self.place: Hashable = None
+        self.greeting: asyncio.Future[Any] | None = None  # of engines that are known already
         self.done: Receipt | None = None
         self.started = time.perf_counter()
 
-    def describe(self) -> list[TensorMeta]:
-        """The source's tensors.
+    async def begin(self) -> None:
+        """Engines that are as this trainer's last push has left them, so far as is known, are asked while the source is read.
 
-        Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense.
+        Raises `VersionConflict` for a version that was pushed before.
         """
-        history = self.session.history
-        if self.version in history:
-            age = len(history) - 1 - history.index(self.version)
+        session = self.session
+        if self.version in session.history:
+            age = len(session.history) - 1 - session.history.index(self.version)
             raise VersionConflict(
                 f"version {self.version!r} was pushed before"
                 + (f", {age} version{'s' * (age > 1)} ago" if age else ": it is the current one"),
                 next_step="give each set of weights a name of its own; `catch_up()` brings the current version to engines that lack it",
             )
+        fleet = session.fleet
+        if all(member.known(session.signature) for member in fleet.members):
+            self.greeting = asyncio.ensure_future(fleet.each(fleet.members, Member.hello))
+            for _ in range(2):  # turns of the loop, then the calls are on their way
+                await asyncio.sleep(0)
+
+    def describe(self) -> list[TensorMeta]:
+        """The source's tensors. Raises `PlanError` for a list that makes no sense."""
         session = self.session
         with self.phase("describe"):
-            tensors = session.source.metadata()
+            tensors, self.stamp, self.place = session.source.look()
+            self.looked = True
             if tensors != session.described or not tensors:
                 check_metadata(tensors)
-                session.described, session.signature, session.sizes = list(tensors), signature(tensors), sizes(tensors)
+                session.described, session.signature = list(tensors), signature(tensors)
+                session.sizes = session.sizes_of(tensors)
         return session.described
 
     async def connect(self) -> list[Member]:
-        """The engines that answer. Raises where `require="all"` and one does not."""
+        """The engines that answer. Raises where `require="all"` and one does not.
+
+        Those that `begin` has asked already are awaited in `prepare`.
+        """
+        fleet = self.session.fleet
+        if self.greeting is not None:
+            return list(fleet.members)
+        self.looked = False
         with self.phase("connect"):
-            fleet = self.session.fleet
             await fleet.each(fleet.members, Member.hello)
         return self._remaining(fleet.members)
+
+    async def _greeted(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[Member], Manifest]:
+        """Once engines that seemed to be known have said who they are. Where one is another or gone, the version is published anew."""
+        if self.greeting is None:
+            return list(members), manifest
+        with self.phase("connect"):
+            await self.greeting
+        self.greeting = None
+        left = self._remaining(members)
+        if len(left) == len(members) and all(member.plan for member in left):
+            return left, manifest
+        tensors = await self.plan(left, manifest.tensors)
+        return left, self.publish(left, tensors, manifest.base)
 
     async def plan(self, members: Sequence[Member], tensors: list[TensorMeta]) -> list[TensorMeta]:
         """Proves for each engine that the tensors fill it, the first time that it sees their list. Returns them with the dtypes to send."""
@@ -98,7 +101,12 @@ class Push:
             session = self.session
             wanted = session.signature if tensors is session.described else signature(tensors)
             cast = session.config.cast
-            await session.fleet.each(members, lambda member: member.trace(tensors, wanted, cast=cast))
+            new = [member for member in members if not member.planned(wanted)]
+            if new and self.greeting is not None:
+                await self.greeting  # `each` would forget what comes of it
+            await session.fleet.each(
+                [member for member in new if member.failure is None], lambda member: member.trace(tensors, wanted, cast=cast)
+            )
         self._remaining(members)
         casts: dict[str, str] = {}
         for member in members:
@@ -108,6 +116,12 @@ class Push:
         if not casts:
             return tensors
         return [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
+
+    async def end(self) -> None:
+        """Nobody is waited for any more."""
+        if self.greeting is not None:
+            self.greeting.cancel()
+            await asyncio.wait([self.greeting])
 
     def publish(self, members: Sequence[Member], tensors: list[TensorMeta], base: str | None) -> Manifest:
         """Makes the source's weights available to the members' workers.
@@ -119,8 +133,10 @@ class Push:
         with self.phase("publish"):
             self._free_left_versions()
             workers = [worker for member in members for worker in member.workers]
-            self.stamp = session.source.stamp()
-            self.published = session.transport.publish(tensors, lambda: self._counted(tensors), session.source.device, workers)
+            self.stamp = self.stamp if self.looked else session.source.stamp()
+            values = Placed(lambda: self._counted(tensors), self.place if self.looked else None)
+            self.looked = False
+            self.published = session.transport.publish(tensors, values, session.source.device, workers)
             if not self.published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
                 check_unchanged(session.source, self.stamp)
         return Manifest(self.version, base, tensors, self.published.digests, self.published.location)
@@ -144,6 +160,7 @@ class Push:
 
         Where the transport does not get the version to an engine, the next one is tried: hence the manifest.
         """
+        members, manifest = await self._greeted(members, manifest)
         members = [member for member in members if member.failure is None]
         failure = await self._prepare(members, manifest)
         unreached = all(isinstance(member.failure, TransportError | None) for member in members)
@@ -171,11 +188,11 @@ class Push:
 
     async def commit(self, members: Sequence[Member], manifest: Manifest) -> dict[str, EngineReceipt]:
         """Each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards."""
-        session = self.session
+        session, late = self.session, self.session.transport.late
         with self.phase("commit"):
             async with session.transport.serving("commit") as sending:
                 done = await session.fleet.each(
-                    members, lambda member: sending.unless(member.commit(manifest, session.config.caches, self.digests))
+                    members, lambda member: sending.unless(member.commit(manifest, session.config.caches, self.digests, late=late))
                 )
         if done:
             session.current, session.published = manifest, self.published
@@ -197,7 +214,7 @@ class Push:
         session = self.session
         gap = await self._canary([member for member in session.fleet.members if member.name in done])
         self.seconds["total"] = time.perf_counter() - self.started
-        sent = sizes(manifest.tensors)
+        sent = self.session.sizes_of(manifest.tensors)
         self.done = receipt = Receipt(
             version=self.version,
             nbytes=sum(sent.values()),
@@ -253,8 +270,7 @@ class Push:
 
     def _counted(self, tensors: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
         """The source's tensors. Tells of every hundredth of their bytes."""
-        session = self.session
-        of = session.sizes if tensors is session.described else sizes(tensors)
+        session, of = self.session, self.session.sizes_of(tensors)
         nbytes, told, everything = 0, 0, sum(of.values())
         for name, value in session.source.tensors():
             yield name, value
@@ -278,8 +294,3 @@ class Push:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-
-def sizes(tensors: Sequence[TensorMeta]) -> dict[str, int]:
-    """Bytes of each tensor that is sent."""
-    return {meta.name: meta.nbytes for meta in tensors if not meta.alias_of}

@@ -13,14 +13,16 @@ from msgspec import structs
 
 from instep.config import Caches, Config, Require, TransportName, check_version
 from instep.engine import connect
-from instep.engine.fleet import Fleet, Member
+from instep.engine.fleet import Fleet
+from instep.engine.member import Member
 from instep.errors import ConfigError, EngineState, InstepError, VersionConflict
 from instep.ranks.follow import Follower
 from instep.ranks.roles import Lead, role
 from instep.receipt import Receipt
+from instep.session import Session
 from instep.source.adapter import adapter_of
 from instep.source.guarded import Guarded
-from instep.steps import Push, Session
+from instep.steps import Push
 from instep.telemetry import Event, Sink, log
 
 T = TypeVar("T")
@@ -84,6 +86,7 @@ class WeightSync:
         if isinstance(self._role, Follower):
             return await asyncio.to_thread(self._role.follow, "push", version)
         async with self._exclusive("push", version) as push:
+            await push.begin()
             tensors = push.describe()
             members = await push.connect()
             tensors = await push.plan(members, tensors)
@@ -165,6 +168,7 @@ class WeightSync:
                 push.tell(Event("failed", version, error=error))
                 raise
             finally:
+                await push.end()
                 self._asking.release()
         finally:
             self._busy.release()

@@ -11,7 +11,7 @@ import torch
 
 from instep.digest import MASK, digest, seed_of, unordered
 from instep.engine import connect
-from instep.engine.fleet import Member
+from instep.engine.member import Member
 from instep.errors import SourceError, VersionConflict
 from instep.plan.region import covered
 from instep.plan.routes import apart, check_metadata, signature

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import msgspec
 
 from instep.engine import CachePolicy, Engine
-from instep.engine.fleet import LATE, Member
+from instep.engine.member import LATE, Member
 from instep.errors import ConfigError, EngineLost, EngineTimeout, InstepError, by_name
 from instep.protocol import Fault, Method, Request, decode, encode, raw
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
-from instep.engine.vllm_plugin import chosen
+from instep.engine.vllm_plugin import chosen, commits
 from instep.engine.vllm_replicas import call_workers
 from instep.errors import ConfigError, EngineDirty, EngineLost
 from instep.protocol import Method
@@ -53,6 +53,7 @@ class VllmEngine:
         self.llm = llm
         self.name = name
         self.thread = _Thread(name)
+        self.at_once = commits(llm.llm_engine.vllm_config)
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         return await self.thread.run(lambda: self.llm.collective_rpc("instep_call", args=(method, payload)))
@@ -62,6 +63,10 @@ class VllmEngine:
 
     async def resume(self) -> None:
         await self.thread.run(lambda: self._utility("resume_scheduler"))
+
+    async def commit(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
+        """See `at_once.AtOnce`."""
+        return await self.thread.run(lambda: self._commit(payload, version, reset=caches == "reset")) if self.at_once else None
 
     async def label(self, version: str) -> None:
         if hasattr(self.llm.llm_engine, "set_weight_version"):  # vLLM 0.27 and later
@@ -75,9 +80,17 @@ class VllmEngine:
         guard(self.llm, self.name, reason)
 
     def _pause(self, *, reset: bool) -> None:
+        self._forget(reset)
+        self._utility("pause_scheduler", "keep", reset)
+
+    def _commit(self, payload: bytes, version: str, *, reset: bool) -> list[bytes]:
+        self._forget(reset)
+        answers: list[bytes] = self._utility("instep_commit", payload, reset, version)
+        return answers
+
+    def _forget(self, reset: bool) -> None:
         if reset and hasattr(self.llm.llm_engine, "renderer"):  # its cache says what the engine, which forgets it now, has seen
             self.llm.llm_engine.renderer.clear_mm_cache()
-        self._utility("pause_scheduler", "keep", reset)
 
     def _utility(self, method: str, *args: Any) -> Any:
         core = self.llm.llm_engine.engine_core
@@ -90,6 +103,7 @@ class AsyncVllmEngine:
     def __init__(self, llm: Any, name: str = "vllm") -> None:
         self.llm = llm
         self.name = name
+        self.at_once = commits(llm.vllm_config)
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         return await self._on_its_loop(call_workers(self.llm, method, payload))
@@ -99,6 +113,10 @@ class AsyncVllmEngine:
 
     async def resume(self) -> None:
         await self._on_its_loop(self.llm.resume_generation())
+
+    async def commit(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
+        """See `at_once.AtOnce`."""
+        return await self._on_its_loop(self._commit(payload, version, reset=caches == "reset")) if self.at_once else None
 
     async def label(self, version: str) -> None:
         if hasattr(self.llm, "update_weight_version"):  # vLLM 0.27 and later
@@ -125,6 +143,12 @@ class AsyncVllmEngine:
         if reset:
             await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=reset)
+
+    async def _commit(self, payload: bytes, version: str, *, reset: bool) -> list[bytes]:
+        if reset:
+            await self.llm.renderer.clear_mm_cache_async()
+        answers: list[bytes] = await self.llm.engine_core.call_utility_async("instep_commit", payload, reset, version)
+        return answers
 
     async def _on_its_loop(self, call: Coroutine[Any, Any, T]) -> T:
         handler = self.llm.output_handler  # the task that vLLM starts on the loop of its first caller

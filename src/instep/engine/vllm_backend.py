@@ -13,7 +13,7 @@ Three things follow from how vLLM makes these calls.
 
 **The plan is proved in the workers.** The phases return nothing, so no trainer could put the workers' traces together. The workers do: each
 sends its replies to all others through the store that vLLM's own process group was built on, and each then judges all of them as a trainer
-does, with the same code (`fleet.Member`). All come to the same end: one worker that fails ends the update in all.
+does, with the same code (`member.Member`). All come to the same end: one worker that fails ends the update in all.
 
 **One worker raises for all.** vLLM reads the workers' replies in the order of their ranks and stops at the first that failed; those behind
 it stay in their queues, and every later call gets the replies of the one before it. So the last worker alone raises what all agree on.
@@ -41,7 +41,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from instep.config import Config
-from instep.engine.fleet import Member
+from instep.engine.member import Member
 from instep.engine.vllm_guard import refuse_while
 from instep.engine.vllm_peers import Peers, receiver_of
 from instep.engine.vllm_worker import WorkerExtension
@@ -128,7 +128,8 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self.staged, manifest = None, decoded(info)
         check_metadata(manifest.tensors)
         await self.member.hello()
-        await self.member.trace(manifest.tensors, signature(manifest.tensors), cast=False)
+        if not self.member.planned(signed := signature(manifest.tensors)):
+            await self.member.trace(manifest.tensors, signed, cast=False)
         await self.member.prepare(manifest, lambda: manifest.digests)
         self.staged = manifest
 

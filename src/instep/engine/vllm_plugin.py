@@ -1,12 +1,13 @@
 """What vLLM loads at its start, in every process, through the entry point `vllm.general_plugins`.
 
-It makes `instep` a name that `weight_transfer_config` knows. Nothing is imported for it until an engine asks for that name. Where
-`VLLM_PLUGINS` is set, `instep` must be in it.
+It makes `instep` a name that `weight_transfer_config` knows, and gives vLLM's `EngineCore` the utility call `instep_commit` (see
+`vllm_core.py`). Nothing is imported for either until it is asked for. Where `VLLM_PLUGINS` is set, `instep` must be in it.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -16,9 +17,33 @@ NAME = "instep"
 def register() -> None:
     """May be repeated. Never raises, as vLLM would not start; does nothing where weight transfer has other phases (vLLM before 0.25)."""
     try:
+        _add_commit()
         _register()
     except Exception:
         logging.getLogger("instep").warning("vLLM's weight transfer cannot be told of instep; the worker extension works", exc_info=True)
+
+
+def _add_commit() -> None:
+    """Where vLLM's core is not imported yet it goes without: what starts from here then makes a call for each step of a commit."""
+    core = _core()
+    if core is not None and hasattr(core, "pause_scheduler"):  # before that the front end paused
+        core.instep_commit = _commit
+
+
+def _commit(self: Any, payload: bytes, reset: bool, version: str) -> Any:  # vLLM looks at the parameters
+    from instep.engine.vllm_core import commit
+
+    return commit(self, payload, reset, version)
+
+
+def _core() -> Any:
+    return getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+
+
+def commits(vllm_config: Any) -> bool:
+    """Whether an engine that was started from this process with this configuration has `instep_commit`. Replicas, which agree on a pause
+    among themselves, are asked step by step."""
+    return hasattr(_core(), "instep_commit") and vllm_config.parallel_config.data_parallel_size == 1
 
 
 def _register() -> None:

@@ -21,9 +21,10 @@ from instep.transport import Reader
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """tensors: how many were proved. wholes, parts: see `protocol.WorkerReceipt`."""
+    """tensors: how many were proved. complete: whether nothing is left to prove. wholes, parts: see `protocol.WorkerReceipt`."""
 
     tensors: int
+    complete: bool = False
     wholes: dict[str, int] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
 
@@ -60,7 +61,7 @@ class Seen:
         for route in copies.routes:
             if not holds(copies.live[route.param], route, self.tensors):
                 raise DigestMismatch(f"{route.param} does not hold the bytes of {route.tensor} after the copy", tensor=route.tensor)
-        return Proof(len({route.tensor for route in copies.routes}))
+        return Proof(len({route.tensor for route in copies.routes}), complete=True)
 
     def forget(self) -> None:
         self.tensors = {}
@@ -94,7 +95,7 @@ class Pulled:
         torch.cuda.synchronize(self.reader.device)
         if self.copies is not None:
             check_places(self.copies, applier)
-        return Proof(len(self.parts.keys() | self.reader.sums.keys()), self.reader.sums, self.parts)
+        return Proof(len(self.parts.keys() | self.reader.sums.keys()), wholes=self.reader.sums, parts=self.parts)
 
     def forget(self) -> None:
         """Nothing is held: tensors are made when they are asked for."""

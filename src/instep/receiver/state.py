@@ -35,7 +35,6 @@ from instep.protocol import (
     Held,
     Identity,
     Manifest,
-    PrepareRequest,
     Reply,
     Request,
     State,
@@ -50,6 +49,7 @@ from instep.receiver.adapter import AdapterHost
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import arrive
 from instep.receiver.held import held
+from instep.receiver.request import Expected, decode_prepare
 from instep.receiver.trace import trace
 from instep.transport import Me, Reader, host, open_location, uuid_of
 
@@ -79,7 +79,7 @@ class Receiver:
         self.last_error: str | None = None
         self.applier: Applier | None = None
         self.signature: str | None = None
-        self.expected: dict[str, Any] = {}  # shape and alias of each tensor of the plan
+        self.expected = Expected([])
         self.prepared: _Prepared | None = None
         self.adapters: dict[int, Receiver] = {}
         self.checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-arrival")
@@ -150,12 +150,12 @@ class Receiver:
         plan = trace(self.host, wanted.tensors)
         self._drop()
         self.applier, self.signature = Applier(self.host, plan), wanted.signature
-        self.expected = {meta.name: (meta.shape, meta.alias_of) for meta in wanted.tensors}
+        self.expected = Expected(wanted.tensors)
         return plan
 
     def prepare(self, request: Request) -> Arrival:
         """Opens the version and begins to fetch and prove its bytes, beside the engine's steps. What the engine serves does not change."""
-        wanted = decode(request.body, PrepareRequest)
+        wanted = decode_prepare(request.body)
         manifest = wanted.manifest
         self._respect_lease(request)
         if self.applier is None or wanted.signature != self.signature:
@@ -167,19 +167,19 @@ class Receiver:
             )
         if manifest.base is not None and manifest.base != self.version and self.state == "serving":
             raise VersionConflict(f"version {manifest.version!r} follows {manifest.base!r}, but the engine serves {self.version!r}")
-        if {meta.name: (meta.shape, meta.alias_of) for meta in manifest.tensors} != self.expected:
-            raise PlanError("the manifest's tensors are not those of the plan. Push again")
+        self.expected.check(manifest.tensors)
         self._drop()
         listed = self.incarnation in wanted.workers  # not by rank: replicas of an engine each count from zero
         share = (wanted.workers.index(self.incarnation), len(wanted.workers)) if listed else (0, 1)
         reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout, self.host.device, share))
-        arrival: Future[tuple[float, dict[str, int]]] = Future()
-        if reader.fetches:
-            arrival = self.checker.submit(check_arrival, manifest, reader)
-        else:
+        arrival = self.checker.submit(check_arrival, manifest, reader) if reader.fetches else Future()
+        if not reader.fetches:
             arrival.set_result((0.0, {}))
         self.prepared = _Prepared(manifest, request.session, reader, time.monotonic() + wanted.lease, arrival)
-        return Arrival(done=not reader.fetches)
+        if reader.arrived:
+            return Arrival(done=False)
+        wait([arrival], 0.001)  # where nothing is moved before the commit it rarely takes longer, and the trainer need not ask again
+        return self.ready(request)
 
     def ready(self, request: Request) -> Arrival:
         """Whether the bytes that were opened have arrived. Raises what went wrong on the way, and forgets them then."""
@@ -222,6 +222,7 @@ class Receiver:
             raise ApplyError("the engine's loader kept views of the published bytes, which the next version will overwrite")
         done = time.perf_counter()
         self.state, self.version, self.last_error = "serving", manifest.version, None
+        proved = proof.complete or self.expected.agrees(proof.wholes | proof.parts, wanted.digests)
         known = manifest.digests or digests
         self.history[manifest.version] = total(known) if known else self.history.get(manifest.version)
         return WorkerReceipt(
@@ -233,6 +234,7 @@ class Receiver:
             read_back=proof.tensors,
             wholes=proof.wholes,
             parts=proof.parts,
+            proved=proved,
         )
 
     def abort(self, request: Request) -> None:

@@ -127,7 +127,7 @@ class Streamed:
         """
         self.reader.settle()
         check_places(self.copies, applier)
-        return Proof(len(self.wholes | self.parts), self.wholes, self.parts)
+        return Proof(len(self.wholes | self.parts), wholes=self.wholes, parts=self.parts)
 
     def forget(self) -> None:
         """Nothing is held."""

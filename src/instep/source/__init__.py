@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -21,9 +21,18 @@ from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta
 
 
+class Look(NamedTuple):
+    """A source at one moment. place: equal to that of an earlier moment only if every tensor that `tensors` gives lies where it lay then.
+    None where nobody knows, or where it gives tensors that it makes."""
+
+    metadata: list[TensorMeta]
+    stamp: Hashable
+    place: Hashable = None
+
+
 @runtime_checkable
 class Source(Protocol):
-    """What a push needs to know of a trainer."""
+    """What a push needs to know of a trainer. It may have `look() -> Look` too, where that takes less than asking one by one."""
 
     def metadata(self) -> list[TensorMeta]:
         """Names, dtypes and shapes of every tensor, aliases included, in an order that `tensors` keeps."""

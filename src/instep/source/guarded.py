@@ -9,7 +9,7 @@ import torch
 
 from instep.errors import InstepError, SourceError
 from instep.protocol import TensorMeta
-from instep.source import Source, device_of
+from instep.source import Look, Source, device_of
 
 
 class Guarded:
@@ -29,6 +29,14 @@ class Guarded:
     def stamp(self) -> Hashable:
         with self._calling("stamp"):
             return self.source.stamp()
+
+    def look(self) -> Look:
+        look = getattr(self.source, "look", None)
+        if look is None:
+            return Look(self.metadata(), self.stamp())
+        with self._calling("look"):
+            seen: Look = look()
+            return seen
 
     def score(self, token_ids: list[int]) -> list[float] | None:
         with self._calling("score"):

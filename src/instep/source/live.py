@@ -1,4 +1,4 @@
-"""The tensors of a live module, and whether they are still the same. A push asks four times: hence plain loops in C that keep nothing."""
+"""The tensors of a live module, and whether they are still the same. A push asks for it: hence plain loops in C that keep nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from instep.source.bare import adapter_state, adapters
-from instep.source.tensors import identity
 
 REGISTRIES = itemgetter("_modules", "_parameters", "_buffers")
+FACTS = (torch.Tensor.data_ptr, torch.Tensor.stride, *(getattr(torch.Tensor, fact).__get__ for fact in ("shape", "dtype", "device")))
+"""Of which `identity` is made. Asked fact by fact and not tensor by tensor: half the time."""
 
 
 class Live:
@@ -38,7 +39,7 @@ class Live:
         self._objects = list(chain.from_iterable(map(dict.values, self._registries)))
         self._with_buffers = [module for module in modules if module._buffers]
         self._facts = (self._not_saved(), adapter_state(self._adapters))
-        self._identities = list(map(identity, self.tensors))
+        self._identities = [list(map(fact, self.tensors)) for fact in FACTS]
 
     def holds(self, root: nn.Module) -> bool:
         """Whether `root` is this module still: the same submodules and tensors under the same names in the same places, the tensors in
@@ -52,7 +53,7 @@ class Live:
             and _all(eq, chain.from_iterable(filled), self._keys)
             and _all(is_, chain.from_iterable(map(dict.values, filled)), self._objects)
             and (self._not_saved(), adapter_state(self._adapters)) == self._facts
-            and _all(eq, map(identity, self.tensors), self._identities)
+            and all(_all(eq, map(fact, self.tensors), known) for fact, known in zip(FACTS, self._identities, strict=True))
         )
 
     def _filled(self) -> list[dict[str, Any]]:

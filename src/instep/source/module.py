@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta, dtype_name
+from instep.source import Look
 from instep.source.bare import bare, merge, owner, unwrap
 from instep.source.layout import Saved, convert, layout
 from instep.source.live import Live
@@ -74,6 +75,12 @@ class _Snapshot:
     metadata: list[TensorMeta]
     groups: list[tuple[tuple[str, ...], list[Saved]]]
     """Checkpoint tensors that are no aliases, by the live tensors that they are made of."""
+    makes: bool = False
+    """Whether some of them are not in the module's memory as they are saved."""
+
+    def is_one(self, parts: tuple[str, ...], group: list[Saved]) -> bool:
+        """Whether a group is one live tensor as it is."""
+        return len(group) == 1 and group[0].whole and parts[0] not in self.adapters
 
 
 class ModuleSource:
@@ -100,15 +107,19 @@ class ModuleSource:
         snapshot = self._snapshot or self._current()
         values = _Values(snapshot)
         for parts, group in snapshot.groups:
-            if len(group) == 1 and group[0].whole and parts[0] not in snapshot.adapters:
+            if snapshot.is_one(parts, group):
                 yield group[0].meta.name, snapshot.state[parts[0]].detach()
             else:
                 yield from read(snapshot.module, {name: values[name] for name in parts}, group)
 
     def stamp(self) -> Hashable:
         """Does not see changes made through `tensor.data`, which PyTorch does not count."""
-        live = self._current().live
-        return live.structure, versions(live.tensors)
+        return self.look().stamp
+
+    def look(self) -> Look:
+        snapshot = self._current()
+        structure = snapshot.live.structure
+        return Look(snapshot.metadata, (structure, versions(snapshot.live.tensors)), None if snapshot.makes else structure)
 
     def score(self, token_ids: list[int]) -> list[float] | None:
         module = unwrap(self._module)
@@ -144,7 +155,8 @@ def _take(root: nn.Module) -> _Snapshot:
     canonical_names(live.names)
     module, state, adapters, saved = checkpoint(root, identity)
     groups = groupby((one for one in saved if one.meta.alias_of is None), key=lambda one: one.parts)
-    return _Snapshot(live, module, state, adapters, [one.meta for one in saved], [(parts, list(group)) for parts, group in groups])
+    snapshot = _Snapshot(live, module, state, adapters, [one.meta for one in saved], [(parts, list(group)) for parts, group in groups])
+    return replace(snapshot, makes=not all(snapshot.is_one(*group) for group in snapshot.groups))
 
 
 def checkpoint(

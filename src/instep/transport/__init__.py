@@ -17,7 +17,7 @@ Broadcast: the trainer sends to all workers at once, bucket by bucket. For engin
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -40,6 +40,20 @@ class Published:
     """Tensors with a NaN or an infinity. They are sent all the same."""
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A source's tensors with their names, read anew by each iteration.
+
+    place: one that is equal to that of an earlier version says that each tensor lies where it lay then. None where nobody knows.
+    """
+
+    read: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    place: Hashable = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.read()
+
+
 class Sending(Protocol):
     """What the trainer does while workers take a step of a push."""
 
@@ -49,6 +63,9 @@ class Sending(Protocol):
 
 class Transport(Protocol):
     """The trainer's side. A version is published, then workers read it while `serving` lasts, then its memory is released for another."""
+
+    late: bool
+    """Whether the digests are complete after the commit only, and not when engines are prepared."""
 
     def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         """Who will read the next publication, made of tensors on `device`. The reason why this transport cannot bring it, or None."""
@@ -73,6 +90,8 @@ class Transport(Protocol):
 
 class Pull:
     """The part of a transport whose workers read by themselves."""
+
+    late = False
 
     @asynccontextmanager
     async def serving(self, _: str) -> AsyncIterator[Sending]:

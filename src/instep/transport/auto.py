@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -44,11 +44,11 @@ class AutoTransport:
     def publish(
         self,
         tensors: list[TensorMeta],
-        values: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        values: Iterable[tuple[str, torch.Tensor]],
         device: torch.device,
         workers: Sequence[Identity],
     ) -> Published:
-        """values: on `device`.
+        """values: on `device`. They are read by one candidate after the other.
 
         Raises `TransportError` with every candidate's reason where none is left, `SourceError` as `Transport.publish` does."""
         if self.closed:
@@ -58,7 +58,7 @@ class AutoTransport:
             reason = self.refused.get(name) or candidate.consider(device, workers)
             if reason is None:
                 try:
-                    published = candidate.publish(tensors, values())
+                    published = candidate.publish(tensors, values)
                 except TransportError as error:
                     if len(self.candidates) == 1:
                         raise
@@ -78,6 +78,11 @@ class AutoTransport:
             return False
         self.refused[used] = str(error.args[0])
         return last not in self.refused
+
+    @property
+    def late(self) -> bool:
+        assert self.used is not None
+        return self.used.late
 
     def serving(self, step: str) -> Any:
         assert self.used is not None

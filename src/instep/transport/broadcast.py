@@ -52,6 +52,7 @@ class BroadcastTransport:
 
     def __init__(self, backend: str, timeout: float) -> None:
         self.backend, self.timeout, self.way = backend, timeout, WAYS[backend]
+        self.late = self.way.step == "commit"
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"instep-{backend}")
         self.store: Any = None
         self.group: Group | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import eq
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from instep.digest import MASK, seed_of
 from instep.errors import SourceError, TransportError
 from instep.protocol import Identity, Location, TensorMeta
-from instep.transport import Published, Pull, Sending, elsewhere
+from instep.transport import Placed, Published, Pull, Sending, elsewhere
 from instep.transport.exposed import Exposed, located, place_of, whole
 
 
@@ -24,15 +24,20 @@ from instep.transport.exposed import Exposed, located, place_of, whole
 class _Layout:
     """What was published of a source, good for as long as its tensors lie where they lay.
 
-    places: of the source's tensors, by name. staged: those of which workers read copies. exposed: what they read; some of it may have been
-    made for this publication, and is kept until the next one.
+    place: of all its tensors, where it is known. places: of each, by name. staged: those of which workers read copies. exposed: what they
+    read; some of it may have been made for this publication, and is kept until the next one.
     """
 
     tensors: list[TensorMeta]
+    place: Hashable
     places: dict[str, Hashable]
     staged: dict[str, torch.Tensor]
     exposed: Exposed
     location: Location
+
+    def holds(self, tensors: list[TensorMeta], place: Hashable) -> bool:
+        """Whether nothing has moved, and nothing is to be copied."""
+        return place is not None and place == self.place and not self.staged and self.tensors == tensors
 
     def fits(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor]) -> bool:
         same = self.tensors == tensors and list(self.places) == list(given)
@@ -57,17 +62,22 @@ class IpcTransport(Pull):
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
         """Of tensors that have not moved since the last time only the digests are taken anew."""
-        given: dict[str, torch.Tensor] = {}
-        for name, value in values:
-            if given.setdefault(name, value) is not value:
-                raise SourceError(f"the source gave {name} twice", tensor=name)
-        if self.layout is None or not self.layout.fits(tensors, given):
-            self.layout = self._lay_out(tensors, given)
-        for name, room in self.layout.staged.items():
-            room.copy_(given[name].detach())
-        self.layout.exposed.launch()
+        place = values.place if isinstance(values, Placed) else None
+        layout = self.layout
+        if layout is None or not layout.holds(tensors, place):
+            layout = self.layout = self._laid_out(tensors, _by_name(values), place)
+        layout.exposed.launch()
         self.summed = None
-        return Published(self.layout.location, {})
+        return Published(layout.location, {})
+
+    def _laid_out(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor], place: Hashable) -> _Layout:
+        """The layout of before, if nothing has moved. What is staged is copied."""
+        layout = self.layout
+        if layout is None or not layout.fits(tensors, given):
+            layout = self._lay_out(tensors, given)
+        for name, room in layout.staged.items():
+            room.copy_(given[name].detach())
+        return replace(layout, place=place)
 
     @asynccontextmanager
     async def serving(self, step: str) -> AsyncIterator[Sending]:
@@ -99,7 +109,7 @@ class IpcTransport(Pull):
         exposed = Exposed(parts, device, self.handles)
         self.handles = exposed.handles
         places = {name: place_of(value) for name, value in given.items()}
-        return _Layout(list(tensors), places, staged, exposed, located(tensors, [exposed.offer]))
+        return _Layout(list(tensors), None, places, staged, exposed, located(tensors, [exposed.offer]))
 
     def _room(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         """For a copy of a tensor. Zeros follow up to the next whole word."""
@@ -116,6 +126,14 @@ class IpcTransport(Pull):
         self.layout = self.summed = None
 
 
+def _by_name(values: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    given: dict[str, torch.Tensor] = {}
+    for name, value in values:
+        if given.setdefault(name, value) is not value:
+            raise SourceError(f"the source gave {name} twice", tensor=name)
+    return given
+
+
 def _check(name: str, value: torch.Tensor, meta: TensorMeta | None, device: torch.device) -> None:
     if meta is None or tuple(value.shape) != meta.shape:
         raise SourceError(f"the source gave {name} {list(value.shape)}, which is not what its metadata says", tensor=name)
@@ -125,6 +143,5 @@ def _check(name: str, value: torch.Tensor, meta: TensorMeta | None, device: torc
 
 def with_digests(location: Location, tensors: Sequence[TensorMeta], sums: Mapping[str, tuple[int, bool]]) -> Published:
     """sums: of each tensor, as `Exposed.result` has them."""
-    own = [meta for meta in tensors if not meta.alias_of]
-    digests = {meta.name: (seed_of(meta) + sums[meta.name][0]) & MASK for meta in own}
-    return Published(location, digests, tuple(meta.name for meta in own if sums[meta.name][1]))
+    own = [(meta.name, seed_of(meta), *sums[meta.name]) for meta in tensors if not meta.alias_of]
+    return Published(location, {name: (seed + part) & MASK for name, seed, part, _ in own}, tuple(name for name, _, _, flag in own if flag))

@@ -1,0 +1,288 @@
+"""One engine as a trainer knows it: one request to all its workers, every wait bounded, and what is known of it after any answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from instep.engine import CachePolicy, Engine
+from instep.engine.at_once import AtOnce, went_on
+from instep.errors import DigestMismatch, EngineLost, EngineState, EngineTimeout, InstepError, Serving, SyncError, VersionConflict, by_name
+from instep.plan.routes import Plan, check_parts, check_sums, prove
+from instep.protocol import (
+    AdapterConfig,
+    Arrival,
+    CommitRequest,
+    Identity,
+    Manifest,
+    Method,
+    PrepareRequest,
+    Reply,
+    Request,
+    TensorMeta,
+    TraceRequest,
+    WorkerPlan,
+    WorkerReceipt,
+    decode,
+    encode,
+    raw,
+)
+from instep.receipt import EngineReceipt
+
+T = TypeVar("T")
+POLL = 0.003
+LATE = "a commit did not answer in time: it is not known which weights are in place"
+
+
+@dataclass
+class Member:
+    """One engine, and what was last heard of it."""
+
+    engine: Engine
+    session: str
+    timeout: float
+    adapter: AdapterConfig | None = None
+    """What is pushed, where it is a LoRA adapter and not the model."""
+    seq: int = 0
+    version: str | None = None
+    serving: Serving = "old"
+    incarnation: str | None = None
+    pushed: str | None = None
+    """The version that this trainer last brought it, within its current incarnation."""
+    attempted: set[str] = field(default_factory=set)
+    """What this trainer told it to commit: a commit may succeed after its deadline."""
+    condemned: str | None = None
+    """Why it refuses to generate."""
+    plan: Plan | None = None
+    holding: set[str] = field(default_factory=set)
+    """Publications that its workers may still read."""
+    workers: list[Identity] = field(default_factory=list)
+    failure: InstepError | None = None
+    phase: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    def state(self) -> EngineState:
+        failure = self.failure.args[0] if self.failure else None
+        return EngineState(self.name, self.serving, self.version, self.phase if failure else None, failure)
+
+    def behind(self, version: str) -> bool:
+        return self.version != version or self.serving != "old"
+
+    def planned(self, signature: str) -> bool:
+        """Whether there is a plan for tensors with this signature."""
+        return self.plan is not None and self.plan.signature == signature
+
+    def known(self, signature: str) -> bool:
+        """Whether it is as this trainer's last push has left it, and has a plan, so far as one can tell without asking it."""
+        left = self.serving == "new" and self.version == self.pushed and not self.holding
+        return left and self.failure is None and self.condemned is None and self.planned(signature)
+
+    async def bounded(self, phase: str, action: Awaitable[T]) -> T:
+        """Waits for an engine no longer than the timeout. Whatever else it raises is an `EngineLost`: it is not known what it did."""
+        self.phase = phase
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await action
+        except TimeoutError as error:
+            self.phase, self.serving = phase, "unknown"
+            why = f": {error}" if error.args else ""
+            raise EngineTimeout(f"{self.name} did not answer {phase} within {self.timeout:g} s{why}") from None
+        except EngineLost:
+            self.serving, self.incarnation, self.plan = "unknown", None, None
+            self.holding.clear()
+            raise
+        except InstepError:
+            raise
+        except Exception as error:
+            self.serving = "unknown"
+            raise EngineLost(f"{self.name} failed in {phase}: {type(error).__name__}: {error}") from error
+
+    async def call(self, method: Method, kind: type[T], body: Any = None) -> list[T]:
+        """One answer per worker, in rank order.
+
+        Raises `EngineTimeout`, `EngineLost`, or the first worker's fault as the error that it names.
+        """
+        phase = "prepare" if method == "ready" else method  # `ready` asks how far `prepare` is
+        return self._told(method, kind, await self.bounded(phase, self.engine.call(method, self._request(body))))
+
+    def _request(self, body: Any) -> bytes:
+        self.seq += 1
+        return encode(Request(self.seq, self.session, raw(body), self.adapter.number if self.adapter else 0))
+
+    def _told(self, method: Method, kind: type[T], answers: Sequence[bytes]) -> list[T]:
+        """What workers answered, noted. Raises as `call` does."""
+        try:
+            replies = sorted((decode(data, Reply) for data in answers), key=lambda reply: reply.rank)
+            if not replies or any(reply.seq != self.seq for reply in replies):
+                raise EngineLost(f"{self.name} answered {method} out of step: its workers lost count of its requests")
+            self._note(replies)
+            return [decode(reply.body, kind) for reply in replies]
+        except (msgspec.DecodeError, TypeError, EngineLost) as error:
+            self.serving = "unknown"
+            raise error if isinstance(error, EngineLost) else EngineLost(f"{self.name} sent no valid reply to {method}: {error}") from error
+
+    def _note(self, replies: Sequence[Reply]) -> None:
+        """What the engine serves, from its workers' replies. Raises the first fault among them."""
+        versions = {reply.version for reply in replies}
+        mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state == "dirty" for reply in replies)
+        self.serving, self.version = ("dirty", self.version) if mixed else ("old", replies[0].version)
+        for reply in replies:
+            if reply.fault is not None:
+                where = f"{self.name} rank {reply.rank}" if len(replies) > 1 else self.name
+                kind, fault = by_name(reply.fault.kind), reply.fault
+                raise kind(f"{where}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)
+
+    async def hello(self) -> list[Identity]:
+        """Who is there and what it serves. Raises `VersionConflict` where another trainer has pushed in between."""
+        if self.condemned == LATE:
+            await self.abort()  # a commit that is still on its way finds nothing to commit
+        found = await self.call("hello", Identity)
+        if sorted(identity.rank for identity in found) != list(range(found[0].world_size)):
+            raise EngineLost(f"{self.name} has {found[0].world_size} workers, {len(found)} answered")
+        incarnation = ",".join(identity.incarnation for identity in found)
+        if incarnation != self.incarnation:
+            self.incarnation, self.pushed, self.plan = incarnation, None, None
+            self.attempted.clear()
+        if self.serving == "old" and self.version in self.attempted:
+            self.pushed = self.version
+        if self.serving == "old" and self.condemned == LATE:  # whether or not that commit has worked: it holds one whole version
+            if self.version is not None:
+                await self.bounded("label", self.engine.label(self.version))
+            await self.accept()
+        if self.pushed is not None and self.version != self.pushed and self.serving == "old":
+            raise VersionConflict(
+                f"{self.name} serves {self.version!r}, this trainer left it at {self.pushed!r}: another trainer pushes to it",
+                next_step="stop the other trainer, or make a new WeightSync to take over (in vLLM's phases: init_weight_transfer_engine)",
+            )
+        if self.plan and any(identity.plan_signature != self.plan.signature for identity in found):
+            self.plan = None
+        self.holding = {address for identity in found for address in identity.holding}
+        self.workers = found
+        return found
+
+    async def condemn(self, reason: str) -> None:
+        """The engine must not generate until a push heals it."""
+        phase = self.phase
+        self.serving, self.condemned = "dirty", reason
+        with suppress(InstepError):  # the error that led here is the one to tell
+            await self.bounded("refuse", self.engine.refuse(reason))
+        self.serving, self.phase = "dirty", phase
+
+    async def accept(self) -> None:
+        await self.bounded("resume", self.engine.resume())
+        await self._uncover()
+
+    async def _uncover(self) -> None:
+        await self.bounded("resume", self.engine.refuse(None))
+        self.condemned = None
+
+    async def trace(self, tensors: list[TensorMeta], signature: str, *, cast: bool) -> None:
+        config = self.adapter.config if self.adapter else ""
+        workers = await self.call("trace", WorkerPlan, TraceRequest(tensors, signature, config))
+        self.plan = prove(self.name, tensors, workers, cast=cast)
+
+    async def prepare(self, manifest: Manifest, digests: Callable[[], dict[str, int]]) -> None:
+        """digests: the trainer's, where the manifest does not have them yet."""
+        self.holding.add(manifest.location.address)
+        workers = [worker.incarnation for worker in self.workers]
+        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", 4 * self.timeout, self.timeout, workers)
+        arrivals = await self.call("prepare", Arrival, request)
+        if not all(arrival.done for arrival in arrivals):
+            arrivals = await self.bounded("prepare", self._arrived())
+        for rank, arrival in enumerate(arrivals):
+            for name, got in arrival.digests.items():
+                if got != (sent := digests()[name]):
+                    raise DigestMismatch.of(name, got, sent, f"{self.name} rank {rank}")
+        if any(arrival.parts for arrival in arrivals):
+            check_parts(self.name, manifest.tensors, digests(), [arrival.parts for arrival in arrivals])
+
+    async def _arrived(self) -> list[Arrival]:
+        """The workers fetch and look through the bytes in threads of their own, so that generation goes on meanwhile."""
+        while True:
+            arrivals = await self.call("ready", Arrival)
+            if all(arrival.done for arrival in arrivals):
+                return arrivals
+            await asyncio.sleep(POLL)
+
+    async def abort(self) -> None:
+        await self.call("abort", type(None))
+        self.holding.clear()
+
+    async def commit(
+        self, manifest: Manifest, caches: CachePolicy, digests: Callable[[], dict[str, int]], *, late: bool = False
+    ) -> EngineReceipt:
+        """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses to generate.
+
+        late: whether the trainer has the digests only when the workers are done.
+        """
+        started = time.perf_counter()
+        self.attempted.add(manifest.version)
+        self.condemned = self.condemned or LATE  # until its end is known; a push may be cancelled before that
+        try:
+            receipts, on = await self._commit(CommitRequest(manifest.version, {} if late else digests()), caches)
+            if not on:
+                self._check_sums(manifest, receipts, digests)
+            self.serving, self.pushed = "new", manifest.version
+            self.holding.clear()
+            if not on:
+                await self.bounded("label", self.engine.label(manifest.version))
+                await self.bounded("resume", self.engine.resume())
+            await self._uncover()
+        except InstepError as error:
+            await self._after_failed_commit(manifest, error)
+            if isinstance(error, SyncError):
+                raise
+            raise SyncError(str(error.args[0]), tensor=error.tensor) from error
+        pause = time.perf_counter() - started
+        slowest = max(receipts, key=lambda receipt: receipt.seconds["apply"])
+        return EngineReceipt(
+            self.name,
+            pause,
+            slowest.seconds["apply"],
+            tuple(slowest.direct),
+            tuple(slowest.rebuilt),
+            slowest.reload,
+            min(receipt.read_back for receipt in receipts),
+        )
+
+    async def _commit(self, request: CommitRequest, caches: CachePolicy) -> tuple[list[WorkerReceipt], bool]:
+        """What the workers did, and whether the engine goes on already."""
+        if isinstance(self.engine, AtOnce):
+            answers = await self.bounded("commit", self.engine.commit(self._request(request), caches, request.version))
+            if answers is not None:
+                receipts = self._told("commit", WorkerReceipt, answers)
+                return receipts, went_on(receipts)
+        await self.bounded("pause", self.engine.pause(caches))
+        return await self.call("commit", WorkerReceipt, request), False
+
+    def _check_sums(self, manifest: Manifest, receipts: Sequence[WorkerReceipt], digests: Callable[[], dict[str, int]]) -> None:
+        """What workers summed up while they pulled it."""
+        if self.plan is None or not any(receipt.wholes or receipt.parts for receipt in receipts):
+            return
+        try:
+            check_sums(self.name, self.plan, manifest.tensors, digests(), receipts)
+        except InstepError:  # also where the trainer has no digests: the worker has taken what nobody proves
+            self.serving = "dirty"
+            raise
+
+    async def _after_failed_commit(self, manifest: Manifest, error: InstepError) -> None:
+        """An engine that still serves the old version goes on; one that may not be whole must not generate."""
+        phase = self.phase
+        if self.serving == "old":
+            self.holding.discard(manifest.location.address)
+            with suppress(InstepError):  # the first error is the one to tell
+                await self.accept()
+        if self.serving != "old":
+            late = self.serving == "unknown"
+            await self.condemn(LATE if late else f"{phase} of {manifest.version}: {error.args[0]}")
+            self.serving = "unknown" if late else "dirty"
+        self.phase = phase

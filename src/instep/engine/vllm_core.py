@@ -1,0 +1,41 @@
+"""A commit within vLLM's engine process, between two of its steps.
+
+vLLM answers utility calls of its own: pause, `collective_rpc`, resume. Each costs a way there and back while no token is made. The plugin
+(`vllm_plugin.py`) gives its `EngineCore` one call for all three.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from instep.engine.at_once import went_on
+from instep.protocol import Reply, WorkerReceipt, decode
+
+
+def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] | Future[list[bytes]]:
+    """What `at_once.AtOnce` says. core: an `EngineCore`. A future where it has a step to finish first, as from vLLM's own pause."""
+    paused = core.pause_scheduler("keep", reset)
+    if paused is None:
+        return _commit(core, payload, version)
+    done: Future[list[bytes]] = Future()
+
+    def then(paused: Future[Any]) -> None:
+        try:
+            paused.result()
+            done.set_result(_commit(core, payload, version))
+        except Exception as error:
+            done.set_exception(error)
+
+    paused.add_done_callback(then)
+    return done
+
+
+def _commit(core: Any, payload: bytes, version: str) -> list[bytes]:
+    answers: list[bytes] = core.collective_rpc("instep_call", args=("commit", payload))
+    replies = [decode(answer, Reply) for answer in answers]
+    if not any(reply.fault for reply in replies) and went_on(decode(reply.body, WorkerReceipt) for reply in replies):
+        if hasattr(core, "set_weight_version"):  # vLLM 0.27 and later
+            core.set_weight_version(version)
+        core.resume_scheduler()
+    return answers

@@ -1,0 +1,73 @@
+"""What a request to prepare says, most of which was said before: tensors, and often where they lie, stay from version to version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from instep.digest import MASK, seed_of
+from instep.errors import PlanError
+from instep.protocol import Location, Manifest, PrepareRequest, TensorMeta, decode
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    """A `Manifest` on the wire. What takes long to decode is left as it came."""
+
+    version: str
+    base: str | None
+    tensors: msgspec.Raw
+    digests: dict[str, int]
+    location: msgspec.Raw
+
+
+class _Prepare(msgspec.Struct, frozen=True):
+    manifest: _Manifest
+    signature: str
+    lease: float
+    timeout: float
+    workers: list[str] = []
+
+
+def decode_prepare(body: msgspec.Raw) -> PrepareRequest:
+    """The same objects for the same bytes: not to be written to. Raises `msgspec.DecodeError` as `decode` does."""
+    wire = decode(body, _Prepare)
+    of = wire.manifest
+    manifest = Manifest(of.version, of.base, _tensors(bytes(of.tensors)), of.digests, _location(bytes(of.location)))
+    return PrepareRequest(manifest, wire.signature, wire.lease, wire.timeout, wire.workers)
+
+
+@lru_cache(maxsize=4)
+def _tensors(data: bytes) -> list[TensorMeta]:
+    return decode(data, list[TensorMeta])
+
+
+@lru_cache(maxsize=4)
+def _location(data: bytes) -> Location:
+    return decode(data, Location)
+
+
+class Expected:
+    """The tensors of a plan."""
+
+    def __init__(self, tensors: Sequence[TensorMeta]) -> None:
+        self.shapes = _shapes(tensors)
+        self.checked: Sequence[TensorMeta] | None = None  # the last list that was as expected
+        self.seeds: dict[str, int] = {}  # of its digests
+
+    def check(self, tensors: Sequence[TensorMeta]) -> None:
+        """Raises `PlanError` where a manifest's tensors are others. They may have another dtype: the plan says which it casts."""
+        if tensors is self.checked:
+            return
+        if _shapes(tensors) != self.shapes:
+            raise PlanError("the manifest's tensors are not those of the plan. Push again")
+        self.checked, self.seeds = tensors, {meta.name: seed_of(meta) for meta in tensors if not meta.alias_of}
+
+    def agrees(self, sums: Mapping[str, int], digests: Mapping[str, int]) -> bool:
+        """Whether there is a sum of every tensor of the list that was checked last, all of it, and it is the trainer's."""
+        return len(sums) == len(self.seeds) and {name: (self.seeds[name] + part) & MASK for name, part in sums.items()} == digests
+
+
+def _shapes(tensors: Sequence[TensorMeta]) -> dict[str, tuple[tuple[int, ...], str | None]]:
+    return {meta.name: (meta.shape, meta.alias_of) for meta in tensors}

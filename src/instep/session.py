@@ -1,0 +1,46 @@
+"""What a `WeightSync` has, for `steps.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from instep.config import Config
+from instep.engine.fleet import Fleet
+from instep.protocol import Manifest, TensorMeta
+from instep.source.guarded import Guarded
+from instep.telemetry import Sink
+from instep.transport import Published
+from instep.transport.auto import AutoTransport
+
+
+@dataclass
+class Session:
+    """What one `WeightSync` has, and remembers from push to push."""
+
+    config: Config
+    source: Guarded
+    fleet: Fleet
+    transport: AutoTransport
+    sinks: Sequence[Sink]
+    history: list[str] = field(default_factory=list)
+    described: list[TensorMeta] = field(default_factory=list)
+    """The source's tensors as they were checked last. Their signature and sizes hold for an equal list."""
+    signature: str = ""
+    sizes: dict[str, int] = field(default_factory=dict)
+    current: Manifest | None = None
+    """The version that at least one engine serves, still published."""
+    published: Published | None = None
+    expected: list[float] | None = None
+    """What the trainer's forward said of the canary when the current version was published."""
+    stamp: Hashable = None
+    """The source's, when the current version was published."""
+
+    def to_be_had(self) -> Manifest | None:
+        """The current version, if its bytes are still to be had: those in the trainer's own memory are gone when it steps."""
+        live = self.current is not None and self.current.location.live
+        return None if live and self.source.stamp() != self.stamp else self.current
+
+    def sizes_of(self, tensors: Sequence[TensorMeta]) -> dict[str, int]:
+        """Bytes of each tensor that is sent."""
+        return self.sizes if tensors is self.described else {meta.name: meta.nbytes for meta in tensors if not meta.alias_of}
