@@ -200,21 +200,22 @@ class PrepareRequest(msgspec.Struct, frozen=True):
 
     manifest: Manifest
     signature: str
-    lease: float
-    """Seconds after which another session may take over from a trainer that never came back to commit."""
-    timeout: float
-    """Seconds that a worker may wait for other processes in one step."""
+    lease: float  # seconds after which another session may take over from a trainer that never came back to commit
+    timeout: float  # seconds that a worker may wait for other processes in one step
     workers: list[str] = []
     """Incarnations of all that are asked. Of bytes that all of them see each looks at its share, and the trainer adds up what they tell."""
+    left_at: str | None = None  # the version that a trainer takes them to serve, where it did not ask (`hello`)
 
 
 class Arrival(msgspec.Struct, frozen=True):
     """Answer to prepare and ready. digests: of the tensors whose bytes have arrived, for the trainer to compare with its own.
 
     parts: the same where workers see the same bytes, and each has looked at its share. They are to be added up (`plan.routes.check_parts`).
+    other: whether nothing was prepared, because this worker is not as the trainer takes it to be.
     """
 
     done: bool
+    other: bool = False
     digests: dict[str, int] = {}
     parts: dict[str, int] = {}
 
@@ -232,8 +233,7 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
 
     rank: int
     seconds: dict[str, float]
-    direct: list[str]
-    """Layers whose regions were copied straight into live storage."""
+    direct: list[str]  # layers whose regions were copied straight into live storage
     rebuilt: list[str]
     """Layers made anew from copied regions by the engine's own hook."""
     reload: dict[str, str]

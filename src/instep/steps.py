@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from instep.digest import total
-from instep.engine.member import Member
+from instep.engine.member import Member, NotAsLeft
 from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, TransportError, VersionConflict
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
@@ -34,14 +32,13 @@ class Push:
         self.finished: Published | None = None  # `published`, once it has its digests
         self.looked = False  # `stamp` and `place` are of this moment: nothing was waited for since
         self.place: Hashable = None
-        self.greeting: asyncio.Future[Any] | None = None  # of engines that are known already
         self.done: Receipt | None = None
         self.started = time.perf_counter()
 
-    async def begin(self) -> None:
-        """Engines that are as this trainer's last push has left them, so far as is known, are asked while the source is read.
+    def describe(self) -> list[TensorMeta]:
+        """The source's tensors.
 
-        Raises `VersionConflict` for a version that was pushed before.
+        Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense.
         """
         session = self.session
         if self.version in session.history:
@@ -51,16 +48,8 @@ class Push:
                 + (f", {age} version{'s' * (age > 1)} ago" if age else ": it is the current one"),
                 next_step="give each set of weights a name of its own; `catch_up()` brings the current version to engines that lack it",
             )
-        fleet = session.fleet
-        if all(member.known(session.signature) for member in fleet.members):
-            self.greeting = asyncio.ensure_future(fleet.each(fleet.members, Member.hello))
-            for _ in range(2):  # turns of the loop, then the calls are on their way
-                await asyncio.sleep(0)
-
-    def describe(self) -> list[TensorMeta]:
-        """The source's tensors. Raises `PlanError` for a list that makes no sense."""
-        session = self.session
         with self.phase("describe"):
+            session.transport.hasten()
             tensors, self.stamp, self.place = session.source.look()
             self.looked = True
             if tensors != session.described or not tensors:
@@ -72,28 +61,17 @@ class Push:
     async def connect(self) -> list[Member]:
         """The engines that answer. Raises where `require="all"` and one does not.
 
-        Those that `begin` has asked already are awaited in `prepare`.
+        Those that are as this trainer's last push has left them, so far as it knows, are not asked: they say in `prepare` if they are not.
         """
-        fleet = self.session.fleet
-        if self.greeting is not None:
-            return list(fleet.members)
+        session, members = self.session, self.session.fleet.members
+        if self.looked and session.config.require == "all" and all(member.known(session.signature) for member in members):
+            for member in members:
+                member.trust()
+            return list(members)
         self.looked = False
         with self.phase("connect"):
-            await fleet.each(fleet.members, Member.hello)
-        return self._remaining(fleet.members)
-
-    async def _greeted(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[Member], Manifest]:
-        """Once engines that seemed to be known have said who they are. Where one is another or gone, the version is published anew."""
-        if self.greeting is None:
-            return list(members), manifest
-        with self.phase("connect"):
-            await self.greeting
-        self.greeting = None
-        left = self._remaining(members)
-        if len(left) == len(members) and all(member.plan for member in left):
-            return left, manifest
-        tensors = await self.plan(left, manifest.tensors)
-        return left, self.publish(left, tensors, manifest.base)
+            await session.fleet.each(members, Member.hello)
+        return self._remaining(members)
 
     async def plan(self, members: Sequence[Member], tensors: list[TensorMeta]) -> list[TensorMeta]:
         """Proves for each engine that the tensors fill it, the first time that it sees their list. Returns them with the dtypes to send."""
@@ -102,11 +80,7 @@ class Push:
             wanted = session.signature if tensors is session.described else signature(tensors)
             cast = session.config.cast
             new = [member for member in members if not member.planned(wanted)]
-            if new and self.greeting is not None:
-                await self.greeting  # `each` would forget what comes of it
-            await session.fleet.each(
-                [member for member in new if member.failure is None], lambda member: member.trace(tensors, wanted, cast=cast)
-            )
+            await session.fleet.each(new, lambda member: member.trace(tensors, wanted, cast=cast))
         self._remaining(members)
         casts: dict[str, str] = {}
         for member in members:
@@ -116,12 +90,6 @@ class Push:
         if not casts:
             return tensors
         return [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
-
-    async def end(self) -> None:
-        """Nobody is waited for any more."""
-        if self.greeting is not None:
-            self.greeting.cancel()
-            await asyncio.wait([self.greeting])
 
     def publish(self, members: Sequence[Member], tensors: list[TensorMeta], base: str | None) -> Manifest:
         """Makes the source's weights available to the members' workers.
@@ -160,9 +128,13 @@ class Push:
 
         Where the transport does not get the version to an engine, the next one is tried: hence the manifest.
         """
-        members, manifest = await self._greeted(members, manifest)
         members = [member for member in members if member.failure is None]
         failure = await self._prepare(members, manifest)
+        if any(isinstance(member.failure, NotAsLeft) for member in members):
+            members = await self.connect()
+            tensors = await self.plan(members, self.session.described)
+            manifest = self.publish(members, tensors, manifest.base)
+            failure = await self._prepare(members, manifest)
         unreached = all(isinstance(member.failure, TransportError | None) for member in members)
         if isinstance(failure, TransportError) and unreached and self.session.transport.give_up(failure):
             manifest = self.publish(members, manifest.tensors, manifest.base)

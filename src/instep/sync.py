@@ -86,7 +86,6 @@ class WeightSync:
         if isinstance(self._role, Follower):
             return await asyncio.to_thread(self._role.follow, "push", version)
         async with self._exclusive("push", version) as push:
-            await push.begin()
             tensors = push.describe()
             members = await push.connect()
             tensors = await push.plan(members, tensors)
@@ -168,7 +167,6 @@ class WeightSync:
                 push.tell(Event("failed", version, error=error))
                 raise
             finally:
-                await push.end()
                 self._asking.release()
         finally:
             self._busy.release()

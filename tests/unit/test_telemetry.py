@@ -48,13 +48,13 @@ def test_the_log_is_always_on(caplog: pytest.LogCaptureFixture) -> None:
     engine = MemoryEngine(START)
     with caplog.at_level(logging.INFO, "instep"), WeightSync(NEXT, [engine]) as sync:
         receipt = sync.push("v1")
-        engine.inject("hello")
+        engine.inject("prepare")
         with pytest.raises(EngineLost):
             sync.push("v2")
     said = {record.getMessage(): record.levelname for record in caplog.records if record.name == "instep"}
     assert said[str(receipt)] == "INFO"
     (failure,) = [message for message, level in said.items() if level == "WARNING" and message.startswith("push of")]
-    assert "push of v2 failed: memory was told to fail at hello" in failure
+    assert "push of v2 failed: memory was told to fail at prepare" in failure
     assert "does not answer; it served v1" in failure
 
 
@@ -101,7 +101,7 @@ def test_scalars_are_the_numbers_of_a_push_that_ended() -> None:
     engine = MemoryEngine(START)
     with WeightSync(NEXT, [engine], sinks=[events.append]) as sync:
         receipt = sync.push("v1")
-        engine.inject("hello")
+        engine.inject("prepare")
         with pytest.raises(EngineLost):
             sync.push("v2")
     done, failed = (scalars(event) for event in events if event.kind in ("done", "failed"))

@@ -40,6 +40,10 @@ POLL = 0.003
 LATE = "a commit did not answer in time: it is not known which weights are in place"
 
 
+class NotAsLeft(VersionConflict):
+    """The engine was restarted, or serves something else than this trainer has left it at."""
+
+
 @dataclass
 class Member:
     """One engine, and what was last heard of it."""
@@ -47,8 +51,7 @@ class Member:
     engine: Engine
     session: str
     timeout: float
-    adapter: AdapterConfig | None = None
-    """What is pushed, where it is a LoRA adapter and not the model."""
+    adapter: AdapterConfig | None = None  # what is pushed, where it is not the model
     seq: int = 0
     version: str | None = None
     serving: Serving = "old"
@@ -65,6 +68,7 @@ class Member:
     workers: list[Identity] = field(default_factory=list)
     failure: InstepError | None = None
     phase: str | None = None
+    trusted: bool = False  # not asked what it serves now
 
     @property
     def name(self) -> str:
@@ -85,6 +89,10 @@ class Member:
         """Whether it is as this trainer's last push has left it, and has a plan, so far as one can tell without asking it."""
         left = self.serving == "new" and self.version == self.pushed and not self.holding
         return left and self.failure is None and self.condemned is None and self.planned(signature)
+
+    def trust(self) -> None:
+        """Instead of `hello`, for one that is known."""
+        self.trusted, self.serving = True, "old"
 
     async def bounded(self, phase: str, action: Awaitable[T]) -> T:
         """Waits for an engine no longer than the timeout. Whatever else it raises is an `EngineLost`: it is not known what it did."""
@@ -194,8 +202,12 @@ class Member:
         """digests: the trainer's, where the manifest does not have them yet."""
         self.holding.add(manifest.location.address)
         workers = [worker.incarnation for worker in self.workers]
-        request = PrepareRequest(manifest, self.plan.signature if self.plan else "", 4 * self.timeout, self.timeout, workers)
+        left_at, self.trusted = self.version if self.trusted else None, False
+        signature = self.plan.signature if self.plan else ""
+        request = PrepareRequest(manifest, signature, 4 * self.timeout, self.timeout, workers, left_at)
         arrivals = await self.call("prepare", Arrival, request)
+        if any(arrival.other for arrival in arrivals):
+            raise NotAsLeft(f"{self.name} is not as this trainer has left it")
         if not all(arrival.done for arrival in arrivals):
             arrivals = await self.bounded("prepare", self._arrived())
         for rank, arrival in enumerate(arrivals):

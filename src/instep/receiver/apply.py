@@ -56,6 +56,7 @@ class Applier:
         for route in self.plan.routes:
             self.routes[layer_of(route.param)].append(route)
         self.reload = {layer: self.plan.reload_only.get(layer, UNPROVED) for layer in self.routes.keys() | self.plan.reload_only.keys()}
+        self.reloaded = False  # in the last commit
         self._copies: Copies | None = None
 
     def apply(self, arrival: Arrival) -> None:
@@ -65,6 +66,7 @@ class Applier:
             self._rebuild(layer, tensors)
         if self.rebuild:
             self.host.refresh()
+        self.reloaded = bool(self.reload)
         if not self.reload:
             return
         evidence = self._evidence(tensors) if UNPROVED in self.reload.values() else None

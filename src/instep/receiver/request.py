@@ -28,6 +28,7 @@ class _Prepare(msgspec.Struct, frozen=True):
     lease: float
     timeout: float
     workers: list[str] = []
+    left_at: str | None = None
 
 
 def decode_prepare(body: msgspec.Raw) -> PrepareRequest:
@@ -35,7 +36,7 @@ def decode_prepare(body: msgspec.Raw) -> PrepareRequest:
     wire = decode(body, _Prepare)
     of = wire.manifest
     manifest = Manifest(of.version, of.base, _tensors(bytes(of.tensors)), of.digests, _location(bytes(of.location)))
-    return PrepareRequest(manifest, wire.signature, wire.lease, wire.timeout, wire.workers)
+    return PrepareRequest(manifest, wire.signature, wire.lease, wire.timeout, wire.workers, wire.left_at)
 
 
 @lru_cache(maxsize=4)

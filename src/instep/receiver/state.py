@@ -35,6 +35,7 @@ from instep.protocol import (
     Held,
     Identity,
     Manifest,
+    PrepareRequest,
     Reply,
     Request,
     State,
@@ -157,6 +158,8 @@ class Receiver:
         """Opens the version and begins to fetch and prove its bytes, beside the engine's steps. What the engine serves does not change."""
         wanted = decode_prepare(request.body)
         manifest = wanted.manifest
+        if wanted.left_at is not None and not self._is_as_left(wanted):
+            return Arrival(done=False, other=True)
         self._respect_lease(request)
         if self.applier is None or wanted.signature != self.signature:
             raise PlanError("the worker has no plan for these tensors: it was restarted, or the source changed. Push again")
@@ -180,6 +183,10 @@ class Receiver:
             return Arrival(done=False)
         wait([arrival], 0.001)  # where nothing is moved before the commit it rarely takes longer, and the trainer need not ask again
         return self.ready(request)
+
+    def _is_as_left(self, wanted: PrepareRequest) -> bool:
+        known = self.incarnation in wanted.workers and self.applier is not None and wanted.signature == self.signature
+        return known and self.version == wanted.left_at and self.state == "serving"
 
     def ready(self, request: Request) -> Arrival:
         """Whether the bytes that were opened have arrived. Raises what went wrong on the way, and forgets them then."""
@@ -223,6 +230,7 @@ class Receiver:
         done = time.perf_counter()
         self.state, self.version, self.last_error = "serving", manifest.version, None
         proved = proof.complete or self.expected.agrees(proof.wholes | proof.parts, wanted.digests)
+        told = not proved or self.host.world_size > 1  # to be added up with other workers'
         known = manifest.digests or digests
         self.history[manifest.version] = total(known) if known else self.history.get(manifest.version)
         return WorkerReceipt(
@@ -232,8 +240,8 @@ class Receiver:
             rebuilt=sorted(applier.rebuild),
             reload=dict(sorted(applier.reload.items())),
             read_back=proof.tensors,
-            wholes=proof.wholes,
-            parts=proof.parts,
+            wholes=proof.wholes if told else {},
+            parts=proof.parts if told else {},
             proved=proved,
         )
 

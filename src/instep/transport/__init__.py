@@ -67,6 +67,9 @@ class Transport(Protocol):
     late: bool
     """Whether the digests are complete after the commit only, and not when engines are prepared."""
 
+    def hasten(self) -> None:
+        """Another version of the same source is about to be published: what can be done before it is looked at may be done."""
+
     def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         """Who will read the next publication, made of tensors on `device`. The reason why this transport cannot bring it, or None."""
 
@@ -92,6 +95,8 @@ class Pull:
     """The part of a transport whose workers read by themselves."""
 
     late = False
+
+    def hasten(self) -> None: ...
 
     @asynccontextmanager
     async def serving(self, _: str) -> AsyncIterator[Sending]:

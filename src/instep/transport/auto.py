@@ -79,6 +79,10 @@ class AutoTransport:
         self.refused[used] = str(error.args[0])
         return last not in self.refused
 
+    def hasten(self) -> None:
+        if self.used is not None:
+            self.used.hasten()
+
     @property
     def late(self) -> bool:
         assert self.used is not None

@@ -67,6 +67,8 @@ class BroadcastTransport:
         self.sent: Future[Result] = Future()
         self.running: Future[Any] | None = None
 
+    def hasten(self) -> None: ...
+
     def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         self.wanted = {worker.incarnation: 1 + index for index, worker in enumerate(workers)}
         self.local = elsewhere(workers) is None

@@ -53,6 +53,7 @@ class IpcTransport(Pull):
         self.buffers: dict[TensorMeta, torch.Tensor] = {}
         self.layout: _Layout | None = None
         self.summed: Published | None = None
+        self.hastened = False
 
     def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         if device.type != "cuda":
@@ -60,14 +61,22 @@ class IpcTransport(Pull):
         other = next((worker.device for worker in workers if not worker.device.startswith("cuda")), None)
         return f"an engine's worker is on {other}" if other else elsewhere(workers)
 
+    def hasten(self) -> None:
+        """Sums up anew what was shared last. If it turns out to be the source still, that need not be done any more."""
+        layout = self.layout
+        self.hastened = layout is not None and layout.place is not None and not layout.staged
+        if layout is not None and self.hastened:
+            layout.exposed.launch()
+
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
         """Of tensors that have not moved since the last time only the digests are taken anew."""
         place = values.place if isinstance(values, Placed) else None
-        layout = self.layout
+        layout, hastened, self.hastened = self.layout, self.hastened, False
         if layout is None or not layout.holds(tensors, place):
-            layout = self.layout = self._laid_out(tensors, _by_name(values), place)
-        layout.exposed.launch()
-        self.summed = None
+            layout, hastened = self._laid_out(tensors, _by_name(values), place), False
+        if not hastened:
+            layout.exposed.launch()
+        self.layout, self.summed = layout, None
         return Published(layout.location, {})
 
     def _laid_out(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor], place: Hashable) -> _Layout:
