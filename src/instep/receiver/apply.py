@@ -37,8 +37,14 @@ class Evidence:
 class Arrival(Protocol):
     """A version's bytes during one commit (see `arrival.py`)."""
 
+    once: bool
+    """Whether they pass by, and can be moved only once."""
+
     def move(self, copies: Copies) -> Tensors:
-        """Makes the copies. What other layers read is in the result; it is good until the commit ends."""
+        """Begins to make the copies. What other layers read is in the result; it is good until the commit ends."""
+
+    def settle(self) -> None:
+        """Waits until everything has been moved."""
 
 
 @dataclass
@@ -61,7 +67,9 @@ class Applier:
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
-        tensors = arrival.move(self.copies())
+        tensors = arrival.move(self.copies(look=arrival.once))
+        if not arrival.once and not self.stay():  # looked at while a GPU is at it. What was written instead is kept by nobody but `Copies`
+            tensors = arrival.move(self.copies())
         for layer in self.rebuild:
             self._rebuild(layer, tensors)
         if self.rebuild:
@@ -76,10 +84,17 @@ class Applier:
             self._promote(evidence, tensors)
             self._promote_rebuilt(tensors)
 
-    def copies(self) -> Copies:
-        """Of the direct layers: the same object for as long as those are the same and lie where they lay."""
+    def stay(self) -> bool:
+        """Whether the direct layers are those of the copies that were made last, and lie where they lay."""
+        return self._copies is not None and self._copies.layers == self.direct and self._copies.stay(self.host.model)
+
+    def copies(self, *, look: bool = True) -> Copies:
+        """Of the direct layers: the same object for as long as those are the same and lie where they lay.
+
+        look: at where they lie; otherwise somebody else does.
+        """
         model = self.host.model
-        if self._copies is None or self._copies.layers != self.direct or not self._copies.stay(model):
+        if self._copies is None or self._copies.layers != self.direct or (look and not self._copies.stay(model)):
             # Constants are left out: they were filled in by the first load.
             of_direct: dict[bool, list[Route]] = {True: [], False: []}
             for layer in sorted(self.routes):

@@ -48,12 +48,17 @@ class Lazy(Mapping[str, torch.Tensor]):
 class Seen:
     """Bytes that can be seen from here."""
 
+    once = False
+
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
 
     def move(self, copies: Copies) -> Tensors:
         copy_regions(copies.routes, copies.live, self.tensors)
         return self.tensors
+
+    def settle(self) -> None:
+        """There is nothing to wait for."""
 
     def prove(self, applier: Applier) -> Proof:
         """How many tensors the direct layers hold, bit for bit. Raises `DigestMismatch` naming the first that differs."""
@@ -70,29 +75,34 @@ class Seen:
 class Pulled:
     """Bytes in the memory of a GPU that another process owns."""
 
+    once = False
+
     def __init__(self, manifest: Manifest, reader: Any) -> None:
         self.address, self.reader = manifest.location.address, reader
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.parts: dict[str, int] = {}
         self.copies: Copies | None = None
+        self.puller: Any = None
 
     def move(self, copies: Copies) -> Tensors:
         from instep.receiver.pull import Puller
 
-        tensors = Lazy(self.metas, self.reader.tensor)
-        if not copies.routes:
-            return tensors
-        if copies.worked_out is None or copies.worked_out[0] != self.address:
-            copies.worked_out = (self.address, Puller(copies, self.metas, self.reader))
-        self.parts, self.copies = copies.worked_out[1].pull(self.metas, self.reader), copies
-        return tensors
+        if copies.routes:
+            if copies.worked_out is None or copies.worked_out[0] != self.address:
+                copies.worked_out = (self.address, Puller(copies, self.metas, self.reader))
+            self.copies, self.puller = copies, copies.worked_out[1]
+            self.puller.launch(self.metas, self.reader)
+        return Lazy(self.metas, self.reader.tensor)
+
+    def settle(self) -> None:
+        self.parts = self.puller.sums() if self.puller else {}
+        torch.cuda.synchronize(self.reader.device)
 
     def prove(self, applier: Applier) -> Proof:
         """How many tensors were summed up while they were pulled, and the sums: the trainer compares them with its own.
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
-        torch.cuda.synchronize(self.reader.device)
         if self.copies is not None and applier.reloaded:
             check_places(self.copies, applier)
         return Proof(len(self.parts.keys() | self.reader.sums.keys()), wholes=self.reader.sums, parts=self.parts)

@@ -68,12 +68,15 @@ class Puller:
         self.moves = moves(copies, metas, reader.places)
         self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
 
-    def pull(self, metas: Mapping[str, TensorMeta], reader: IpcReader) -> dict[str, int]:
-        """The sum of what this worker holds of each tensor that it pulled in parts: see `digest.py`."""
+    def launch(self, metas: Mapping[str, TensorMeta], reader: IpcReader) -> None:
+        """The copies are on their way."""
         self.table.launch()
         for name, routes in self.moves.odd.items():
             source = reader.tensor(metas[name])
             copy_regions(routes, self.copies.live, {route.tensor: source for route in routes if route.tensor is not None})
+
+    def sums(self) -> dict[str, int]:
+        """Waits. The sum of what this worker holds of each tensor that it pulled in parts: see `digest.py`."""
         sums, _ = self.table.result()
         return {name: sums[slot] for name, slot in self.moves.parts.items()}
 

@@ -65,9 +65,9 @@ class Expected:
             raise PlanError("the manifest's tensors are not those of the plan. Push again")
         self.checked, self.seeds = tensors, {meta.name: seed_of(meta) for meta in tensors if not meta.alias_of}
 
-    def agrees(self, sums: Mapping[str, int], digests: Mapping[str, int]) -> bool:
-        """Whether there is a sum of every tensor of the list that was checked last, all of it, and it is the trainer's."""
-        return len(sums) == len(self.seeds) and {name: (self.seeds[name] + part) & MASK for name, part in sums.items()} == digests
+    def sums(self, digests: Mapping[str, int]) -> dict[str, int] | None:
+        """What a worker that looks at all of each tensor finds if it holds the trainer's bytes. None where digests are not known yet."""
+        return {name: (digest - self.seeds.get(name, 0)) & MASK for name, digest in digests.items()} if digests else None
 
 
 def _shapes(tensors: Sequence[TensorMeta]) -> dict[str, tuple[tuple[int, ...], str | None]]:

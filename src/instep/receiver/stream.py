@@ -94,6 +94,8 @@ class Aside(Mapping[str, torch.Tensor]):
 class Streamed:
     """The bytes of a version that the trainer sends during the commit."""
 
+    once = True
+
     def __init__(self, manifest: Manifest, reader: Any) -> None:
         self.manifest, self.reader = manifest, reader
         self.wholes: dict[str, int] = {}
@@ -120,12 +122,14 @@ class Streamed:
         self.copies = copies
         return aside
 
+    def settle(self) -> None:
+        self.reader.settle()
+
     def prove(self, applier: Applier) -> Proof:
         """The sums: the trainer compares them with its own.
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
-        self.reader.settle()
         if applier.reloaded:
             check_places(self.copies, applier)
         return Proof(len(self.wholes | self.parts), wholes=self.wholes, parts=self.parts)
