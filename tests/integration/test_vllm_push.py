@@ -13,6 +13,7 @@ from engines import greedy, versions
 from models import PROMPTS, tiny
 
 from instep import WeightSync
+from instep.engine.vllm import VllmEngine
 from instep.verify import verify
 
 FAMILIES = ("qwen3", "llama", "qwen3_moe")
@@ -50,6 +51,32 @@ def test_pushes_follow_the_trainer_bit_for_bit(served: tuple[str, Any], referenc
         sync.push("three", base="two")
         assert greedy(llm, PROMPTS) == reference(family, 2)
         assert versions(llm, PROMPTS[0]) == [("three", 0, 3)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_commit_is_one_call_to_vllm_or_one_for_each_step(
+    served: tuple[str, Any], reference: Callable[..., Any], at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the plug-in in vLLM's process a commit goes step by step, to the same end."""
+    family, llm = served
+    called: list[str] = []
+    utility = VllmEngine._utility
+
+    def noted(self: VllmEngine, method: str, *args: Any) -> Any:
+        called.append(method)
+        return utility(self, method, *args)
+
+    monkeypatch.setattr(VllmEngine, "_utility", noted)
+    engine = VllmEngine(llm)
+    assert engine.at_once
+    engine.at_once = at_once
+    with WeightSync(source=tiny(family, 2), engines=[engine]) as sync:
+        for version in (f"first-{at_once}", f"second-{at_once}"):
+            called.clear()
+            sync.push(version)
+            assert called == (["instep_commit"] if at_once else ["pause_scheduler", "resume_scheduler"])
+            assert greedy(llm, PROMPTS) == reference(family, 2)
+            assert versions(llm, PROMPTS[0]) == [(version, 0, 3)]
 
 
 def test_a_checkpoint_directory_is_a_source(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from instep.plan.overlap import Rows, contiguous
 from instep.protocol import Route, TensorMeta, dtype_name
 from instep.receiver.apply import holds, view
 from instep.receiver.copies import Copies, live_tensors
+from instep.receiver.pull import Puller
 from instep.receiver.trace import trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -120,12 +120,15 @@ def kernel(plan: Plan) -> Callable[[], object]:
 def kernel_with_digest(plan: Plan) -> Callable[[], object]:
     """What a push over CUDA IPC does in the engine's worker, the sums brought to the host."""
     puller, reader = _puller(plan), _OneProcess(plan)
-    return lambda: puller.pull(plan.metas, reader)
+
+    def pull() -> object:
+        puller.launch(plan.metas, reader)  # type: ignore[arg-type]
+        return puller.sums()
+
+    return pull
 
 
-def _puller(plan: Plan) -> Any:
-    from instep.receiver.pull import Puller
-
+def _puller(plan: Plan) -> Puller:
     copies = Copies(plan.model, frozenset(), plan.routes, frozenset())
     puller = Puller(copies, plan.metas, _OneProcess(plan))  # type: ignore[arg-type]
     if odd := puller.moves.odd:
