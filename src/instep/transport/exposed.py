@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import eq
 from typing import NamedTuple
 
 import msgspec
@@ -81,9 +82,14 @@ class Exposed:
             place = Place(piece.written, order[base], part.address - base, piece.source_stride)
             places.setdefault(part.meta.name, []).append(place)
             runs.append(run_of(rows_of(place, part.meta, base), part.meta, len(places) - 1))
+        self.addresses = list(map(torch.Tensor.data_ptr, (part.memory for part in parts)))
         self.offer = Offer(list(self.handles.values()), places)
         self.table = Table(runs, len(places), device, copy=False)
         self.device = device
+
+    def stay(self) -> bool:
+        """Whether the parts have their memory still: a trainer that offloads may give back a storage's while its tensors live."""
+        return all(map(eq, map(torch.Tensor.data_ptr, (part.memory for part in self.parts)), self.addresses))
 
     def launch(self) -> None:
         """Waits for the trainer's work, before anybody reads; then sums up the very memory that workers will read."""

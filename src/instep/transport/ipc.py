@@ -64,7 +64,7 @@ class IpcTransport(Pull):
     def hasten(self) -> None:
         """Sums up anew what was shared last. If it turns out to be the source still, that need not be done any more."""
         layout = self.layout
-        self.hastened = layout is not None and layout.place is not None and not layout.staged
+        self.hastened = layout is not None and layout.place is not None and not layout.staged and layout.exposed.stay()
         if layout is not None and self.hastened:
             layout.exposed.launch()
 
