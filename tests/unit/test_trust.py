@@ -88,7 +88,7 @@ def test_of_several_engines_that_need_not_all_follow_each_is_asked() -> None:
 class AtOnceEngine(MemoryEngine):
     """Goes through a commit in one call, as vLLM with the plugin does."""
 
-    async def commit(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
+    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
         self.calls.append("at once")
         await super().pause(caches)
         answers = await super().call("commit", payload)

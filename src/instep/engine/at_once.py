@@ -17,7 +17,7 @@ from instep.protocol import WorkerReceipt
 class AtOnce(Protocol):
     """What an `Engine` may have beside its methods."""
 
-    async def commit(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
+    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
         """The workers' replies to "commit"; `went_on` tells what became of it. None, and nothing done, where the engine cannot do that.
 
         Raises as `Engine.call` does.

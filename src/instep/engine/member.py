@@ -269,7 +269,7 @@ class Member:
     async def _commit(self, request: CommitRequest, caches: CachePolicy) -> tuple[list[WorkerReceipt], bool]:
         """What the workers did, and whether the engine goes on already."""
         if isinstance(self.engine, AtOnce):
-            answers = await self.bounded("commit", self.engine.commit(self._request(request), caches, request.version))
+            answers = await self.bounded("commit", self.engine.commit_at_once(self._request(request), caches, request.version))
             if answers is not None:
                 receipts = self._told("commit", WorkerReceipt, answers)
                 return receipts, went_on(receipts)

@@ -64,7 +64,7 @@ class VllmEngine:
     async def resume(self) -> None:
         await self.thread.run(lambda: self._utility("resume_scheduler"))
 
-    async def commit(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
+    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
         """See `at_once.AtOnce`."""
         return await self.thread.run(lambda: self._commit(payload, version, reset=caches == "reset")) if self.at_once else None
 
@@ -114,7 +114,7 @@ class AsyncVllmEngine:
     async def resume(self) -> None:
         await self._on_its_loop(self.llm.resume_generation())
 
-    async def commit(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
+    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
         """See `at_once.AtOnce`."""
         return await self._on_its_loop(self._commit(payload, version, reset=caches == "reset")) if self.at_once else None
 

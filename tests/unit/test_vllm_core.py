@@ -1,0 +1,101 @@
+"""A commit within vLLM's engine process, with a core that does nothing: what is called in which order, and what becomes of failures."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from instep.engine import vllm_plugin
+from instep.engine.vllm_core import commit
+from instep.protocol import Fault, Reply, WorkerReceipt, encode, raw
+
+PROVED, UNPROVED = (Reply(1, 0, "serving", "v", None, raw(WorkerReceipt(0, {}, [], [], {}, 1, proved=proved))) for proved in (True, False))
+FAILED = Reply(1, 1, "dirty", "u", Fault("ApplyError", "the loader failed"))
+
+
+class Core:
+    """vLLM's `EngineCore`. busy: it has a step to finish before it is paused."""
+
+    def __init__(self, *replies: Reply, busy: bool = False) -> None:
+        self.replies, self.called = replies, list[Any]()
+        self.paused: Future[None] | None = Future() if busy else None
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
+        self.called.append(("pause", mode, clear_cache))
+        return self.paused
+
+    def collective_rpc(self, method: str, args: tuple[str, bytes]) -> list[bytes]:
+        self.called.append((method, *args))
+        return [encode(reply) for reply in self.replies]
+
+    def set_weight_version(self, version: str) -> None:
+        self.called.append(("label", version))
+
+    def resume_scheduler(self) -> None:
+        self.called.append("resume")
+
+
+PAUSED = [("pause", "keep", True), ("instep_call", "commit", b"request")]
+
+
+ENDS = [([PROVED], True), ([PROVED, PROVED], True), ([PROVED, UNPROVED], False), ([PROVED, FAILED], False), ([FAILED], False)]
+
+
+@pytest.mark.parametrize(("replies", "on"), ENDS)
+def test_an_engine_goes_on_if_every_worker_has_proved_its_bytes(replies: list[Reply], on: bool) -> None:
+    core = Core(*replies)
+    assert commit(core, b"request", True, "v") == [encode(reply) for reply in replies]
+    assert core.called == PAUSED + ([("label", "v"), "resume"] if on else [])
+
+
+def test_a_vllm_without_labels_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Core, "set_weight_version")
+    core = Core(PROVED)
+    commit(core, b"request", True, "v")
+    assert core.called == [*PAUSED, "resume"]
+
+
+def test_a_step_is_finished_first() -> None:
+    core = Core(PROVED, busy=True)
+    done: Any = commit(core, b"request", True, "v")
+    assert (done.done(), core.called) == (False, PAUSED[:1])
+    assert core.paused is not None
+    core.paused.set_result(None)
+    assert done.result(0) == [encode(PROVED)]
+    assert core.called == [*PAUSED, ("label", "v"), "resume"]
+
+
+def test_a_pause_that_fails_commits_nothing() -> None:
+    core = Core(PROVED, busy=True)
+    done: Any = commit(core, b"request", True, "v")
+    assert core.paused is not None
+    core.paused.set_exception(RuntimeError("the caches cannot be reset"))
+    with pytest.raises(RuntimeError, match="cannot be reset"):
+        done.result(0)
+    assert core.called == PAUSED[:1]
+
+
+def configured(replicas: int) -> Any:
+    return SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=replicas))
+
+
+def test_the_plugin_adds_the_call_where_the_core_can_be_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("EngineCore", (Core,), {})
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", SimpleNamespace(EngineCore=kind))
+    assert not vllm_plugin.commits(configured(1))
+    vllm_plugin.register()
+    assert [vllm_plugin.commits(configured(replicas)) for replicas in (1, 2)] == [True, False]
+    core: Any = kind(PROVED)
+    assert core.instep_commit(b"request", True, "v") == [encode(PROVED)]
+
+
+def test_the_plugin_leaves_other_cores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = type("EngineCore", (), {})  # as before vLLM's core had the pause
+    for module in (SimpleNamespace(EngineCore=old), None):
+        monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", module)
+        vllm_plugin.register()
+        assert not vllm_plugin.commits(configured(1))
