@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import Future
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ class Core:
     def __init__(self, *replies: Reply, busy: bool = False) -> None:
         self.replies, self.called = replies, list[Any]()
         self.paused: Future[None] | None = Future() if busy else None
+        self.input_queue: SimpleQueue[Any] = SimpleQueue()
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
         self.called.append(("pause", mode, clear_cache))
@@ -37,6 +39,11 @@ class Core:
 
     def resume_scheduler(self) -> None:
         self.called.append("resume")
+
+
+@pytest.fixture(autouse=True)
+def messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", SimpleNamespace(EngineCoreRequestType=SimpleNamespace(WAKEUP="wake up")))
 
 
 PAUSED = [("pause", "keep", True), ("instep_call", "commit", b"request")]
@@ -67,6 +74,7 @@ def test_a_step_is_finished_first() -> None:
     core.paused.set_result(None)
     assert done.result(0) == [encode(PROVED)]
     assert core.called == [*PAUSED, ("label", "v"), "resume"]
+    assert core.input_queue.get_nowait() == ("wake up", None)  # its loop waits for a message by then
 
 
 def test_a_pause_that_fails_commits_nothing() -> None:
@@ -77,6 +85,7 @@ def test_a_pause_that_fails_commits_nothing() -> None:
     with pytest.raises(RuntimeError, match="cannot be reset"):
         done.result(0)
     assert core.called == PAUSED[:1]
+    assert core.input_queue.get_nowait() == ("wake up", None)
 
 
 def configured(replicas: int) -> Any:

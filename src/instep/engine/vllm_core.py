@@ -14,10 +14,15 @@ from instep.protocol import Reply, WorkerReceipt, decode
 
 
 def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] | Future[list[bytes]]:
-    """What `at_once.AtOnce` says. core: an `EngineCore`. A future where it has a step to finish first, as from vLLM's own pause."""
+    """What `at_once.AtOnce` says. core: an `EngineCore`. A future where it has a step to finish first, as from vLLM's own pause.
+
+    vLLM's loop waits for a message when that step has ended, and does not look whether there is work again by then: it gets one.
+    """
     paused = core.pause_scheduler("keep", reset)
     if paused is None:
         return _commit(core, payload, version)
+    from vllm.v1.engine import EngineCoreRequestType
+
     done: Future[list[bytes]] = Future()
 
     def then(paused: Future[Any]) -> None:
@@ -26,6 +31,7 @@ def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] 
             done.set_result(_commit(core, payload, version))
         except Exception as error:
             done.set_exception(error)
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     paused.add_done_callback(then)
     return done

@@ -26,7 +26,8 @@ def register() -> None:
 def _add_commit() -> None:
     """Where vLLM's core is not imported yet it goes without: what starts from here then makes a call for each step of a commit."""
     core = _core()
-    if core is not None and hasattr(core, "pause_scheduler"):  # before that the front end paused
+    messages = getattr(sys.modules.get("vllm.v1.engine"), "EngineCoreRequestType", None)
+    if hasattr(core, "pause_scheduler") and hasattr(messages, "WAKEUP"):  # before that the front end paused
         core.instep_commit = _commit
 
 
