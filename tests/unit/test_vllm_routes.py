@@ -34,7 +34,8 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scope(*, host: str | None = "127.0.0.1", extension: str = "x", servers: int | None = None, **args: Any) -> dict[str, Any]:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=extension, data_parallel_size=1), weight_transfer_config=None)
+    parallel = SimpleNamespace(worker_extension_cls=extension, data_parallel_size=1)
+    config = SimpleNamespace(parallel_config=parallel, weight_transfer_config=None)
     llm = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace())
     given = Namespace(host=host, uds=None, api_server_count=servers, **args)
     return {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(engine_client=llm, args=given))}
