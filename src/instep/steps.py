@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from instep.plan.routes import check_metadata, signature
 from instep.protocol import Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
 from instep.session import Session
-from instep.source import check_unchanged
+from instep.source import Look, check_unchanged
 from instep.telemetry import Event, logger
 from instep.transport import Placed, Published
 
@@ -30,8 +30,7 @@ class Push:
         # Of the current version, until another is published.
         self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
         self.finished: Published | None = None  # `published`, once it has its digests
-        self.looked = False  # `stamp` and `place` are of this moment: nothing was waited for since
-        self.place: Hashable = None
+        self.look: Look | None = None  # at the source, of this moment: nothing was waited for since
         self.done: Receipt | None = None
         self.started = time.perf_counter()
 
@@ -50,8 +49,8 @@ class Push:
             )
         with self.phase("describe"):
             session.transport.hasten()
-            tensors, self.stamp, self.place = session.source.look()
-            self.looked = True
+            self.look = session.source.look()
+            tensors = self.look.metadata
             if tensors != session.described or not tensors:
                 check_metadata(tensors)
                 session.described, session.signature = list(tensors), signature(tensors)
@@ -64,11 +63,11 @@ class Push:
         Those that are as this trainer's last push has left them, so far as it knows, are not asked: they say in `prepare` if they are not.
         """
         session, members = self.session, self.session.fleet.members
-        if self.looked and session.config.require == "all" and all(member.known(session.signature) for member in members):
+        if self.look is not None and session.config.require == "all" and all(member.known(session.signature) for member in members):
             for member in members:
                 member.trust()
             return list(members)
-        self.looked = False
+        self.look = None
         with self.phase("connect"):
             await session.fleet.each(members, Member.hello)
         return self._remaining(members)
@@ -101,9 +100,9 @@ class Push:
         with self.phase("publish"):
             self._free_left_versions()
             workers = [worker for member in members for worker in member.workers]
-            self.stamp = self.stamp if self.looked else session.source.stamp()
-            values = Placed(lambda: self._counted(tensors), self.place if self.looked else None)
-            self.looked = False
+            look, self.look = self.look, None
+            self.stamp = look.stamp if look else session.source.stamp()
+            values = Placed(lambda: self._counted(tensors), look.place if look else None)
             self.published = session.transport.publish(tensors, values, session.source.device, workers)
             if not self.published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
                 check_unchanged(session.source, self.stamp)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from toys import attention
 from instep import MemoryEngine, WeightSync
 from instep.digest import seed_of
 from instep.engine import CachePolicy
+from instep.engine.at_once import goes_on
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineLost, VersionConflict
-from instep.protocol import Reply, WorkerReceipt, decode
 from instep.receiver.request import Expected
 from instep.transport import ipc
 
@@ -92,14 +91,10 @@ class AtOnceEngine(MemoryEngine):
         self.calls.append("at once")
         await super().pause(caches)
         answers = await super().call("commit", payload)
-        if proved(decode(answer, Reply) for answer in answers):
+        if goes_on(answers):
             await super().label(version)
             await super().resume()
         return answers
-
-
-def proved(replies: Iterable[Reply]) -> bool:
-    return all(reply.fault is None and decode(reply.body, WorkerReceipt).proved for reply in replies)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

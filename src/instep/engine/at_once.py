@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from instep.engine import CachePolicy
-from instep.protocol import WorkerReceipt
+from instep.protocol import Reply, WorkerReceipt, decode
 
 
 @runtime_checkable
@@ -27,3 +27,9 @@ class AtOnce(Protocol):
 def went_on(receipts: Iterable[WorkerReceipt]) -> bool:
     """Whether an engine whose workers answered a commit so was labelled and resumed."""
     return all(receipt.proved for receipt in receipts)
+
+
+def goes_on(answers: Iterable[bytes]) -> bool:
+    """Whether an engine whose workers answer a commit so is to be labelled and resumed. answers: encoded replies."""
+    replies = [decode(answer, Reply) for answer in answers]
+    return not any(reply.fault for reply in replies) and went_on(decode(reply.body, WorkerReceipt) for reply in replies)

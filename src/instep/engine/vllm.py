@@ -140,15 +140,17 @@ class AsyncVllmEngine:
         if not hasattr(self.llm.engine_core, "pause_scheduler_async"):  # where the front end pauses, in old versions of vLLM
             await self.llm.pause_generation(mode="keep", clear_cache=reset)
             return
-        if reset:
-            await self.llm.renderer.clear_mm_cache_async()
+        await self._forget(reset)
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=reset)
 
     async def _commit(self, payload: bytes, version: str, *, reset: bool) -> list[bytes]:
-        if reset:
-            await self.llm.renderer.clear_mm_cache_async()
+        await self._forget(reset)
         answers: list[bytes] = await self.llm.engine_core.call_utility_async("instep_commit", payload, reset, version)
         return answers
+
+    async def _forget(self, reset: bool) -> None:
+        if reset:
+            await self.llm.renderer.clear_mm_cache_async()
 
     async def _on_its_loop(self, call: Coroutine[Any, Any, T]) -> T:
         handler = self.llm.output_handler  # the task that vLLM starts on the loop of its first caller

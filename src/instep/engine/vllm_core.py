@@ -9,8 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from instep.engine.at_once import went_on
-from instep.protocol import Reply, WorkerReceipt, decode
+from instep.engine.at_once import goes_on
 
 
 def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] | Future[list[bytes]]:
@@ -39,8 +38,7 @@ def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] 
 
 def _commit(core: Any, payload: bytes, version: str) -> list[bytes]:
     answers: list[bytes] = core.collective_rpc("instep_call", args=("commit", payload))
-    replies = [decode(answer, Reply) for answer in answers]
-    if not any(reply.fault for reply in replies) and went_on(decode(reply.body, WorkerReceipt) for reply in replies):
+    if goes_on(answers):
         if hasattr(core, "set_weight_version"):  # vLLM 0.27 and later
             core.set_weight_version(version)
         core.resume_scheduler()

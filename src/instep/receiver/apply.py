@@ -67,9 +67,10 @@ class Applier:
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
-        tensors = arrival.move(self.copies(look=arrival.once))
-        if not arrival.once and not self.stay():  # looked at while a GPU is at it. What was written instead is kept by nobody but `Copies`
-            tensors = arrival.move(self.copies())
+        copies = self.copies(look=arrival.once)
+        tensors = arrival.move(copies)
+        if not arrival.once and (now := self.copies()) is not copies:  # looked at while a GPU is at it
+            tensors = arrival.move(now)  # what was written instead is kept by nobody but `Copies`
         for layer in self.rebuild:
             self._rebuild(layer, tensors)
         if self.rebuild:
@@ -83,10 +84,6 @@ class Applier:
         if evidence is not None:
             self._promote(evidence, tensors)
             self._promote_rebuilt(tensors)
-
-    def stay(self) -> bool:
-        """Whether the direct layers are those of the copies that were made last, and lie where they lay."""
-        return self._copies is not None and self._copies.layers == self.direct and self._copies.stay(self.host.model)
 
     def copies(self, *, look: bool = True) -> Copies:
         """Of the direct layers: the same object for as long as those are the same and lie where they lay.

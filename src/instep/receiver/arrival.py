@@ -81,8 +81,7 @@ class Pulled:
         self.address, self.reader = manifest.location.address, reader
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.parts: dict[str, int] = {}
-        self.copies: Copies | None = None
-        self.puller: Any = None
+        self.puller: Any = None  # of direct layers, where there are any
 
     def move(self, copies: Copies) -> Tensors:
         from instep.receiver.pull import Puller
@@ -90,7 +89,7 @@ class Pulled:
         if copies.routes:
             if copies.worked_out is None or copies.worked_out[0] != self.address:
                 copies.worked_out = (self.address, Puller(copies, self.metas, self.reader))
-            self.copies, self.puller = copies, copies.worked_out[1]
+            self.puller = copies.worked_out[1]
             self.puller.launch(self.metas, self.reader)
         return Lazy(self.metas, self.reader.tensor)
 
@@ -103,8 +102,8 @@ class Pulled:
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
-        if self.copies is not None and applier.reloaded:
-            check_places(self.copies, applier)
+        if self.puller is not None:
+            check_places(self.puller.copies, applier)
         return Proof(len(self.parts.keys() | self.reader.sums.keys()), wholes=self.reader.sums, parts=self.parts)
 
     def forget(self) -> None:
@@ -112,8 +111,8 @@ class Pulled:
 
 
 def check_places(copies: Copies, applier: Applier) -> None:
-    """Raises `ApplyError` where a layer that was written directly lies elsewhere by now."""
-    if not copies.stay(applier.host.model):
+    """Raises `ApplyError` where a layer that was written directly lies elsewhere by now, as it may after a reload session."""
+    if applier.reloaded and not copies.stay(applier.host.model):
         raise ApplyError("the engine's reload session moved weights that had been pulled already")
 
 

@@ -6,37 +6,29 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import msgspec
+from msgspec import structs
 
 from instep.digest import MASK, seed_of
 from instep.errors import PlanError
 from instep.protocol import Location, Manifest, PrepareRequest, TensorMeta, decode
 
 
-class _Manifest(msgspec.Struct, frozen=True):
+class _Manifest(Manifest, frozen=True, kw_only=True):
     """A `Manifest` on the wire. What takes long to decode is left as it came."""
 
-    version: str
-    base: str | None
-    tensors: msgspec.Raw
-    digests: dict[str, int]
-    location: msgspec.Raw
+    tensors: msgspec.Raw  # type: ignore[assignment]
+    location: msgspec.Raw  # type: ignore[assignment]
 
 
-class _Prepare(msgspec.Struct, frozen=True):
+class _Prepare(PrepareRequest, frozen=True, kw_only=True):
     manifest: _Manifest
-    signature: str
-    lease: float
-    timeout: float
-    workers: list[str] = []
-    left_at: str | None = None
 
 
 def decode_prepare(body: msgspec.Raw) -> PrepareRequest:
     """The same objects for the same bytes: not to be written to. Raises `msgspec.DecodeError` as `decode` does."""
     wire = decode(body, _Prepare)
-    of = wire.manifest
-    manifest = Manifest(of.version, of.base, _tensors(bytes(of.tensors)), of.digests, _location(bytes(of.location)))
-    return PrepareRequest(manifest, wire.signature, wire.lease, wire.timeout, wire.workers, wire.left_at)
+    tensors, location = _tensors(bytes(wire.manifest.tensors)), _location(bytes(wire.manifest.location))
+    return structs.replace(wire, manifest=structs.replace(wire.manifest, tensors=tensors, location=location))
 
 
 @lru_cache(maxsize=4)

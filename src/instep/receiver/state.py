@@ -175,8 +175,10 @@ class Receiver:
         listed = self.incarnation in wanted.workers  # not by rank: replicas of an engine each count from zero
         share = (wanted.workers.index(self.incarnation), len(wanted.workers)) if listed else (0, 1)
         reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout, self.host.device, share))
-        arrival = self.checker.submit(check_arrival, manifest, reader) if reader.fetches else Future()
-        if not reader.fetches:
+        arrival: Future[tuple[float, dict[str, int]]] = Future()
+        if reader.fetches:
+            arrival = self.checker.submit(check_arrival, manifest, reader)
+        else:
             arrival.set_result((0.0, {}))
         self.prepared = _Prepared(manifest, request.session, reader, time.monotonic() + wanted.lease, arrival)
         if reader.arrived:

@@ -130,8 +130,7 @@ class Streamed:
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
-        if applier.reloaded:
-            check_places(self.copies, applier)
+        check_places(self.copies, applier)
         return Proof(len(self.wholes | self.parts), wholes=self.wholes, parts=self.parts)
 
     def forget(self) -> None:
