@@ -64,9 +64,13 @@ def in_one(address: int, meta: TensorMeta, slot: int, *, start: int = 0, stop: i
 
 
 class Table:
-    """Runs on a device, ready to launch as often as addresses stay."""
+    """Runs on a device, ready to launch as often as addresses stay.
 
-    def __init__(self, runs: Sequence[Run], slots: int, device: torch.device, *, copy: bool) -> None:
+    sums: room for two words of each slot, in which others look for the sums. They come first, then whether a slot has a number that is
+    not finite.
+    """
+
+    def __init__(self, runs: Sequence[Run], slots: int, device: torch.device, *, copy: bool, sums: torch.Tensor | None = None) -> None:
         self.copy = copy
         programs = [-(-run.rows * run.row_words // (TILE * SPAN)) for run in runs]
         starts = np.cumsum([0, *programs])
@@ -83,7 +87,7 @@ class Table:
         self.runs = torch.from_numpy(signed).to(device)
         self.of_program = torch.from_numpy(np.repeat(np.arange(len(runs), dtype=np.int32), programs)).to(device)
         self.weights = _weights(device)
-        self.sums = torch.zeros(2 * slots, dtype=torch.int64, device=device)
+        self.sums = torch.zeros(2 * slots, dtype=torch.int64, device=device) if sums is None else sums
 
     def launch(self) -> None:
         """Adds up every slot, and with `copy` moves the words too, on the current stream."""

@@ -27,11 +27,8 @@ def dtype_name(dtype: object) -> str:
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """One checkpoint tensor, by the name that `save_pretrained` would write.
-
-    `alias_of` names another tensor of the same list that has the same bytes (a tied head); an engine that keeps the two
-    apart reads them twice, one that ties them does not miss it.
-    """
+    """One checkpoint tensor, by the name that `save_pretrained` would write. alias_of: another tensor of the same list that has the same
+    bytes (a tied head); an engine that keeps the two apart reads them twice, one that ties them does not miss it."""
 
     name: str
     dtype: str
@@ -60,10 +57,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True):
-    """One copy: `source` of checkpoint tensor `tensor` goes to `target` of the worker's parameter `param`.
-
-    A route without a tensor is a constant that the engine's loader fills in (padding).
-    """
+    """One copy: `source` of checkpoint tensor `tensor` goes to `target` of the worker's parameter `param`. A route without a tensor is a
+    constant that the engine's loader fills in (padding)."""
 
     tensor: str | None
     source: Region | None
@@ -83,12 +78,12 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """What one worker's loader did with shape-only tensors: the parameters it has and the copies it made."""
+    """What one worker's loader did with shape-only tensors: the parameters it has and the copies it made. reload_only: layers whose writes
+    cannot be expressed as copies, with the reason. They always use the reload session."""
 
     params: list[ParamMeta]
     routes: list[Route]
     reload_only: dict[str, str]
-    """Layers whose writes cannot be expressed as copies, with the reason. They always use the reload session."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -104,9 +99,10 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class Location(msgspec.Struct, frozen=True):
     """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes.
 
-    Where memory is shared in several allocations, `places` says in which of `handles` the parts of each tensor lie. Where the version is
-    sent in buckets of `bucket` bytes, `ranks` has each worker's rank in the group, by its incarnation. sending: tells what is sent to one
-    group apart. live: whether the bytes are the trainer's own, and gone when it steps."""
+    Where memory is shared in several allocations, `places` says in which of `handles` the parts of each tensor lie, and `board` in which of
+    them, and where, the trainer's GPU tells their sums (`transport.exposed.Exposed`). Where the version is sent in buckets of `bucket`
+    bytes, `ranks` has each worker's rank in the group, by its incarnation. sending: tells what is sent to one group apart. live: whether
+    the bytes are the trainer's own, and gone when it steps."""
 
     transport: str
     address: str
@@ -114,6 +110,7 @@ class Location(msgspec.Struct, frozen=True):
     offsets: dict[str, int]
     handles: list[bytes] = []
     places: dict[str, list[Place]] = {}
+    board: tuple[int, int] | None = None
     bucket: int = 0
     ranks: dict[str, int] = {}
     sending: str = ""
@@ -131,24 +128,23 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One call to a worker. `body` is the encoded request of the method, such as a `TraceRequest`; nil where it takes none."""
+    """One call to a worker. `body` is the encoded request of the method, such as a `TraceRequest`; nil where it takes none. session: the
+    `WeightSync` that asks. Two trainers that prepare the same engine are told apart by it."""
 
     seq: int
     session: str
-    """The `WeightSync` that asks. Two trainers that prepare the same engine are told apart by it."""
     body: msgspec.Raw = msgspec.Raw(b"\xc0")
     adapter: int = 0
     """The LoRA adapter that the call is about, by the number that requests give; 0 for the model."""
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error inside a worker. `kind` is the name of a class in `errors.py`."""
+    """An error inside a worker. kind: the name of a class in `errors.py`. next_step: where it is another than the class's own."""
 
     kind: str
     message: str
     tensor: str | None = None
     next_step: str | None = None
-    """Where it is another than the class's own."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -163,7 +159,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Answer to hello and status: who this worker is and what it holds. gpu: a UUID, whatever number the process knows the GPU by."""
+    """Answer to hello and status: who this worker is and what it holds. gpu: a UUID, whatever number the process knows the GPU by.
+    holding: addresses of published versions that it still has open."""
 
     incarnation: str  # changes when the worker's process restarts
     rank: int
@@ -175,7 +172,6 @@ class Identity(msgspec.Struct, frozen=True):
     plan_signature: str | None
     prepared: str | None
     holding: list[str]
-    """Addresses of published versions that this worker still has open."""
     last_error: str | None = None
 
 
@@ -196,53 +192,57 @@ class AdapterConfig(msgspec.Struct, frozen=True):
 
 
 class PrepareRequest(msgspec.Struct, frozen=True):
-    """Open this version. Answered by an `Arrival`; `signature` is that of the plan that it will take."""
+    """Open this version. Answered by an `Arrival`; `signature` is that of the plan that it will take. workers: incarnations of all that are
+    asked. Of bytes that all of them see each looks at its share, and the trainer adds up what they tell."""
 
     manifest: Manifest
     signature: str
     lease: float  # seconds after which another session may take over from a trainer that never came back to commit
     timeout: float  # seconds that a worker may wait for other processes in one step
     workers: list[str] = []
-    """Incarnations of all that are asked. Of bytes that all of them see each looks at its share, and the trainer adds up what they tell."""
     left_at: str | None = None  # the version that a trainer takes them to serve, where it did not ask (`hello`)
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """Answer to prepare and ready. digests: of the tensors whose bytes have arrived, for the trainer to compare with its own.
-
-    parts: the same where workers see the same bytes, and each has looked at its share. They are to be added up (`plan.routes.check_parts`).
-    other: whether nothing was prepared, because this worker is not as the trainer takes it to be.
-    """
+    """Answer to prepare and ready. digests: of the tensors whose bytes have arrived, for the trainer to compare with its own. parts: the
+    same where workers see the same bytes, and each has looked at its share. They are to be added up (`plan.routes.check_parts`)."""
 
     done: bool
-    other: bool = False
     digests: dict[str, int] = {}
     parts: dict[str, int] = {}
 
 
+class Again(msgspec.Struct, frozen=True):
+    """Prepare what was prepared last once more, as another version. address: of its location. left_at: as in `PrepareRequest`."""
+
+    address: str
+    base: str | None
+    left_at: str | None
+
+
 class CommitRequest(msgspec.Struct, frozen=True):
-    """Take the version that was prepared. Answered by a `WorkerReceipt`. digests: of all its tensors, where the trainer has them by now."""
+    """Take the version that was prepared, or is to be prepared `again` first. Answered by a `WorkerReceipt`. digests: of all its tensors,
+    where the trainer has them by now. launch: which of the sums that the trainer's GPU tells are those of this version; 0 for none."""
 
     version: str
     digests: dict[str, int] = {}
+    launch: int = 0
+    again: Again | None = None
 
 
 class WorkerReceipt(msgspec.Struct, frozen=True):
-    """What one worker did in a commit, with seconds by phase. proved: whether it has seen by itself that it holds the trainer's bytes;
-    otherwise the trainer adds up what the workers tell."""
+    """What one worker did in a commit, with seconds by phase. read_back: how many tensors were proved in it, by comparing live storage or
+    by sums taken while they were pulled (see `digest.py`). wholes, parts: these sums, of whole tensors, and of what its routes read of one.
+    proved: whether it has seen by itself that it holds the trainer's bytes; otherwise the trainer adds up what the workers tell."""
 
     rank: int
     seconds: dict[str, float]
     direct: list[str]  # layers whose regions were copied straight into live storage
-    rebuilt: list[str]
-    """Layers made anew from copied regions by the engine's own hook."""
-    reload: dict[str, str]
-    """Layers that went through the engine's reload session, and why."""
+    rebuilt: list[str]  # layers made anew from copied regions by the engine's own hook
+    reload: dict[str, str]  # layers that went through the engine's reload session, and why
     read_back: int
-    """Tensors that were proved in the commit itself, by comparing live storage or by digests taken while they were pulled."""
     wholes: dict[str, int] = {}
     parts: dict[str, int] = {}
-    """Sums taken while pulling (see `digest.py`): of whole tensors, and of what this worker's routes read of a tensor."""
     proved: bool = False
 
 

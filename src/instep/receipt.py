@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from instep.errors import EngineState
+from instep.protocol import WorkerReceipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,12 @@ class EngineReceipt:
     rebuilt: tuple[str, ...]
     reload: dict[str, str]
     read_back: int
+
+    @classmethod
+    def of(cls, engine: str, pause: float, workers: Sequence[WorkerReceipt]) -> EngineReceipt:
+        slowest = max(workers, key=lambda worker: worker.seconds["apply"])
+        ways = tuple(slowest.direct), tuple(slowest.rebuilt), slowest.reload
+        return cls(engine, pause, slowest.seconds["apply"], *ways, min(worker.read_back for worker in workers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 import torch
 
 from instep.digest import total
-from instep.engine.member import Member, NotAsLeft
+from instep.engine.at_once import AtOnce
+from instep.engine.member import Member
 from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, TransportError, VersionConflict
 from instep.plan.routes import check_metadata, signature
-from instep.protocol import Manifest, TensorMeta
+from instep.protocol import CommitRequest, Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
 from instep.session import Session
 from instep.source import Look, check_unchanged
@@ -31,6 +32,7 @@ class Push:
         self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
         self.finished: Published | None = None  # `published`, once it has its digests
         self.look: Look | None = None  # at the source, of this moment: nothing was waited for since
+        self.trusting = False  # the engines are taken to be as the last push has left them
         self.done: Receipt | None = None
         self.started = time.perf_counter()
 
@@ -60,14 +62,15 @@ class Push:
     async def connect(self) -> list[Member]:
         """The engines that answer. Raises where `require="all"` and one does not.
 
-        Those that are as this trainer's last push has left them, so far as it knows, are not asked: they say in `prepare` if they are not.
+        Those that are as this trainer's last push has left them, so far as it knows, are not asked: they refuse to prepare if they are not.
         """
         session, members = self.session, self.session.fleet.members
         if self.look is not None and session.config.require == "all" and all(member.known(session.signature) for member in members):
             for member in members:
                 member.trust()
+            self.trusting = True
             return list(members)
-        self.look = None
+        self.look, self.trusting = None, False
         with self.phase("connect"):
             await session.fleet.each(members, Member.hello)
         return self._remaining(members)
@@ -125,14 +128,15 @@ class Push:
     async def prepare(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[Member], Manifest]:
         """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all.
 
-        Where the transport does not get the version to an engine, the next one is tried: hence the manifest.
+        Where the transport does not get the version to an engine, the next one is tried: hence the manifest. A single engine that is
+        known, and finds the bytes where it found them last, prepares them in the commit: no other engine depends on whether it can.
         """
+        if self._alone(members, manifest):
+            return list(members), manifest
         members = [member for member in members if member.failure is None]
         failure = await self._prepare(members, manifest)
-        if any(isinstance(member.failure, NotAsLeft) for member in members):
-            members = await self.connect()
-            tensors = await self.plan(members, self.session.described)
-            manifest = self.publish(members, tensors, manifest.base)
+        if self.trusting and any(isinstance(member.failure, VersionConflict) for member in members):
+            members, manifest = await self._ask(manifest)
             failure = await self._prepare(members, manifest)
         unreached = all(isinstance(member.failure, TransportError | None) for member in members)
         if isinstance(failure, TransportError) and unreached and self.session.transport.give_up(failure):
@@ -141,6 +145,17 @@ class Push:
         if failure is not None:
             raise failure
         return [member for member in members if member.failure is None], manifest
+
+    def _alone(self, members: Sequence[Member], manifest: Manifest) -> bool:
+        told = self.published is not None and self.published.launch > 0
+        known = self.trusting and len(members) == 1 and members[0].address == manifest.location.address
+        return told and known and isinstance(members[0].engine, AtOnce)
+
+    async def _ask(self, manifest: Manifest) -> tuple[list[Member], Manifest]:
+        """Where an engine that was taken to be as it was left has refused: asks all, and publishes for them."""
+        members = await self.connect()
+        tensors = await self.plan(members, self.session.described)
+        return members, self.publish(members, tensors, manifest.base)
 
     async def _prepare(self, members: Sequence[Member], manifest: Manifest) -> InstepError | None:
         fleet, transport = self.session.fleet, self.session.transport
@@ -157,21 +172,33 @@ class Push:
             return error
         return None
 
-    async def commit(self, members: Sequence[Member], manifest: Manifest) -> dict[str, EngineReceipt]:
-        """Each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards."""
-        session, late = self.session, self.session.transport.late
-        with self.phase("commit"):
-            async with session.transport.serving("commit") as sending:
-                done = await session.fleet.each(
-                    members, lambda member: sending.unless(member.commit(manifest, session.config.caches, self.digests, late=late))
-                )
+    async def commit(self, members: Sequence[Member], manifest: Manifest) -> tuple[dict[str, EngineReceipt], Manifest]:
+        """Each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards.
+
+        Hence the manifest: an engine that was not prepared and has refused, with nothing lost, is asked why, as any other.
+        """
+        session, alone = self.session, self._alone(members, manifest)
+        done = await self._commit(members, manifest)
+        if alone and members[0].failure and members[0].serving == "old":
+            members, manifest = await self.prepare(*await self._ask(manifest))
+            done = await self._commit(members, manifest)
         if done:
             session.current, session.published = manifest, self.published
             session.stamp, session.expected = self.stamp, self.expected
             if self.version not in session.history:
                 session.history.append(self.version)
         self._remaining(members)
-        return done
+        return done, manifest
+
+    async def _commit(self, members: Sequence[Member], manifest: Manifest) -> dict[str, EngineReceipt]:
+        session, published = self.session, self.published
+        assert published is not None
+        with self.phase("commit"):
+            request = CommitRequest(self.version, {} if session.transport.late else self.digests(), published.launch)
+            async with session.transport.serving("commit") as sending:
+                return await session.fleet.each(
+                    members, lambda member: sending.unless(member.commit(manifest, request, session.config.caches, self.digests))
+                )
 
     def digests(self) -> dict[str, int]:
         """Of what was published. On a GPU they are taken while the engines prepare and pull."""

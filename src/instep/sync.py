@@ -91,7 +91,7 @@ class WeightSync:
             tensors = await push.plan(members, tensors)
             manifest = push.publish(members, tensors, base)
             ready, manifest = await push.prepare(members, manifest)
-            done = await push.commit(ready, manifest)
+            done, manifest = await push.commit(ready, manifest)
             return await push.receipt(done, manifest)
 
     def catch_up(self, engine: Any = None) -> Receipt:
@@ -120,7 +120,7 @@ class WeightSync:
             if manifest.location.live:
                 manifest = push.publish(behind, manifest.tensors, None)
             ready, manifest = await push.prepare(behind, manifest)
-            done = await push.commit(ready, manifest)
+            done, manifest = await push.commit(ready, manifest)
             return await push.receipt(done, manifest)
 
     def status(self) -> tuple[EngineState, ...]:

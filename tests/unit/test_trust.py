@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,12 +10,11 @@ from pretend_cuda import pretend
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.digest import seed_of
 from instep.engine import CachePolicy
 from instep.engine.at_once import goes_on
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineLost, VersionConflict
-from instep.receiver.request import Expected
-from instep.transport import ipc
+from instep.receiver.pull import Puller
+from instep.transport import driver
 
 pytestmark = pytest.mark.usefixtures("segments")
 START, ONE, TWO = map(attention, range(3))
@@ -136,26 +136,92 @@ def test_a_commit_at_once_that_is_refused_leaves_the_engine_as_it_was() -> None:
         assert (engine.paused, same(engine, ONE)) == (False, True)
 
 
-def test_where_the_bytes_are_the_trainers_own_a_worker_compares_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def over_ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WeightSync, AtOnceEngine, dict[str, Any]]]:
+    """A trainer, and the only engine that it pushes to. The bytes are moved in the commit."""
     pretend(monkeypatch)
-    engine, source = AtOnceEngine(START), dict(ONE)
-    with WeightSync(source, [engine], transport="ipc") as sync:
-        for version in ("one", "two"):
-            sync.push(version)
-            assert engine.calls[-5:] == ["at once", "pause", "commit", "label", "resume"]
-        monkeypatch.setattr(Expected, "sums", lambda *_: None)  # it has not seen all of each tensor: the trainer adds up
-        sync.push("three")
-        assert (engine.version, engine.paused, engine.calls[-2:]) == ("three", False, ["label", "resume"])
-
-
-def test_an_engine_whose_sums_differ_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch)
-    engine, source = AtOnceEngine(START), dict(ONE)
+    engine, source = AtOnceEngine(START), {name: tensor.clone() for name, tensor in ONE.items()}
     with WeightSync(source, [engine], transport="ipc") as sync:
         sync.push("one")
-        monkeypatch.setattr(ipc, "seed_of", lambda meta: seed_of(meta) + 1)
-        with pytest.raises(DigestMismatch, match="DIRTY"):
+        engine.calls.clear()
+        yield sync, engine, source
+
+
+def fill(source: dict[str, Any], weights: dict[str, Any]) -> None:
+    """Another version, in the same memory."""
+    for name, tensor in source.items():
+        tensor.copy_(weights[name])
+
+
+def test_an_engine_alone_is_prepared_in_its_commit_and_looks_at_the_trainers_sums_by_itself(over_ipc: Any) -> None:
+    sync, engine, source = over_ipc
+    for version, weights in (("two", TWO), ("three", START)):
+        fill(source, weights)
+        engine.calls.clear()
+        receipt = sync.push(version, base=engine.version)
+        assert engine.calls == ["at once", "pause", "commit", "label", "resume"]
+        assert (engine.version, engine.paused, same(engine, weights)) == (version, False, True)
+        assert "prepare" not in receipt.seconds
+
+
+def test_several_engines_are_prepared_before_any_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    engines, source = [AtOnceEngine(START, name=name) for name in "ab"], {name: tensor.clone() for name, tensor in ONE.items()}
+    with WeightSync(source, engines, transport="ipc") as sync:
+        sync.push("one")
+        fill(source, TWO)
+        engines[0].calls.clear()
+        engines[1].inject("prepare")
+        with pytest.raises(EngineLost):
             sync.push("two")
-        assert (engine.version, engine.calls[-3:]) == ("one", ["at once", "pause", "commit"])
-        with pytest.raises(EngineDirty):
-            engine.generate([1], 1)
+        assert engines[0].calls == ["prepare", "abort"]
+        assert all(same(engine, ONE) for engine in engines)
+
+
+def test_an_engine_alone_that_was_restarted_is_brought_along(over_ipc: Any) -> None:
+    sync, engine, source = over_ipc
+    vars(engine).update(vars(engine.restart(START)))
+    fill(source, TWO)
+    sync.push("two")
+    assert engine.calls[:6] == ["at once", "pause", "commit", "resume", "hello", "trace"]
+    assert (engine.version, engine.paused, same(engine, TWO)) == ("two", False, True)
+
+
+def test_an_engine_alone_that_another_trainer_has_pushed_to_goes_on_with_that(over_ipc: Any) -> None:
+    sync, engine, source = over_ipc
+    with WeightSync(TWO, [engine], transport="ipc") as other:
+        other.push("others")
+    fill(source, START)
+    with pytest.raises(VersionConflict, match="another trainer pushes to it"):
+        sync.push("two")
+    assert (engine.version, engine.paused, same(engine, TWO)) == ("others", False, True)
+    assert engine.generate([1], 1)
+
+
+def test_an_engine_alone_that_does_not_serve_the_base_keeps_what_it_serves(over_ipc: Any) -> None:
+    sync, engine, source = over_ipc
+    fill(source, TWO)
+    with pytest.raises(VersionConflict, match="follows 'zero', but the engine serves 'one'"):
+        sync.push("two", base="zero")
+    assert (engine.version, engine.paused, same(engine, ONE)) == ("one", False, True)
+
+
+def test_where_the_trainers_sums_are_late_it_compares_them_itself(over_ipc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, engine, source = over_ipc
+    monkeypatch.setattr(driver, "read", lambda _, nbytes: bytes(nbytes))  # of no launch
+    fill(source, TWO)
+    sync.push("two")
+    assert (engine.version, engine.paused, engine.calls[-2:]) == ("two", False, ["label", "resume"])
+    assert same(engine, TWO)
+
+
+def test_an_engine_whose_sums_differ_is_not_resumed(over_ipc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, engine, source = over_ipc
+    fill(source, TWO)
+    sums = Puller.sums
+    monkeypatch.setattr(Puller, "sums", lambda self: {name: part + 1 for name, part in sums(self).items()})
+    with pytest.raises(DigestMismatch, match="DIRTY"):
+        sync.push("two")
+    assert (engine.version, engine.calls) == ("one", ["at once", "pause", "commit"])
+    with pytest.raises(EngineDirty):
+        engine.generate([1], 1)

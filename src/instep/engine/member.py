@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from instep.engine import CachePolicy, Engine
 from instep.engine.at_once import AtOnce, went_on
@@ -17,6 +18,7 @@ from instep.errors import DigestMismatch, EngineLost, EngineState, EngineTimeout
 from instep.plan.routes import Plan, check_parts, check_sums, prove
 from instep.protocol import (
     AdapterConfig,
+    Again,
     Arrival,
     CommitRequest,
     Identity,
@@ -36,12 +38,9 @@ from instep.protocol import (
 from instep.receipt import EngineReceipt
 
 T = TypeVar("T")
+Digests = Callable[[], dict[str, int]]
 POLL = 0.003
 LATE = "a commit did not answer in time: it is not known which weights are in place"
-
-
-class NotAsLeft(VersionConflict):
-    """The engine was restarted, or serves something else than this trainer has left it at."""
 
 
 @dataclass
@@ -65,6 +64,7 @@ class Member:
     plan: Plan | None = None
     holding: set[str] = field(default_factory=set)
     """Publications that its workers may still read."""
+    address: str | None = None  # of the publication that it was asked to prepare last
     workers: list[Identity] = field(default_factory=list)
     failure: InstepError | None = None
     phase: str | None = None
@@ -140,6 +140,7 @@ class Member:
 
     def _note(self, replies: Sequence[Reply]) -> None:
         """What the engine serves, from its workers' replies. Raises the first fault among them."""
+        self.trusted = False
         versions = {reply.version for reply in replies}
         mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state == "dirty" for reply in replies)
         self.serving, self.version = ("dirty", self.version) if mixed else ("old", replies[0].version)
@@ -198,16 +199,9 @@ class Member:
         workers = await self.call("trace", WorkerPlan, TraceRequest(tensors, signature, config))
         self.plan = prove(self.name, tensors, workers, cast=cast)
 
-    async def prepare(self, manifest: Manifest, digests: Callable[[], dict[str, int]]) -> None:
+    async def prepare(self, manifest: Manifest, digests: Digests) -> None:
         """digests: the trainer's, where the manifest does not have them yet."""
-        self.holding.add(manifest.location.address)
-        workers = [worker.incarnation for worker in self.workers]
-        left_at, self.trusted = self.version if self.trusted else None, False
-        signature = self.plan.signature if self.plan else ""
-        request = PrepareRequest(manifest, signature, 4 * self.timeout, self.timeout, workers, left_at)
-        arrivals = await self.call("prepare", Arrival, request)
-        if any(arrival.other for arrival in arrivals):
-            raise NotAsLeft(f"{self.name} is not as this trainer has left it")
+        arrivals = await self.call("prepare", Arrival, self._to_prepare(manifest))
         if not all(arrival.done for arrival in arrivals):
             arrivals = await self.bounded("prepare", self._arrived())
         for rank, arrival in enumerate(arrivals):
@@ -216,6 +210,13 @@ class Member:
                     raise DigestMismatch.of(name, got, sent, f"{self.name} rank {rank}")
         if any(arrival.parts for arrival in arrivals):
             check_parts(self.name, manifest.tensors, digests(), [arrival.parts for arrival in arrivals])
+
+    def _to_prepare(self, manifest: Manifest) -> PrepareRequest:
+        self.address = manifest.location.address
+        self.holding.add(self.address)
+        workers = [worker.incarnation for worker in self.workers]
+        signature = self.plan.signature if self.plan else ""
+        return PrepareRequest(manifest, signature, 4 * self.timeout, self.timeout, workers, self.version if self.trusted else None)
 
     async def _arrived(self) -> list[Arrival]:
         """The workers fetch and look through the bytes in threads of their own, so that generation goes on meanwhile."""
@@ -229,22 +230,19 @@ class Member:
         await self.call("abort", type(None))
         self.holding.clear()
 
-    async def commit(
-        self, manifest: Manifest, caches: CachePolicy, digests: Callable[[], dict[str, int]], *, late: bool = False
-    ) -> EngineReceipt:
+    async def commit(self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests) -> EngineReceipt:
         """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses to generate.
 
-        late: whether the trainer has the digests only when the workers are done.
+        One that is trusted still, because nothing was asked of it in this push, is prepared in the same call where it can be.
         """
         started = time.perf_counter()
         self.attempted.add(manifest.version)
         self.condemned = self.condemned or LATE  # until its end is known; a push may be cancelled before that
         try:
-            receipts, on = await self._commit(CommitRequest(manifest.version, {} if late else digests()), caches)
+            receipts, on = await self._commit(manifest, request, caches, digests)
             if not on:
                 self._check_sums(manifest, receipts, digests)
-            self.serving, self.pushed = "new", manifest.version
-            self.holding.clear()
+            self.serving, self.pushed, self.holding = "new", manifest.version, set()
             if not on:
                 await self.bounded("label", self.engine.label(manifest.version))
                 await self.bounded("resume", self.engine.resume())
@@ -254,29 +252,27 @@ class Member:
             if isinstance(error, SyncError):
                 raise
             raise SyncError(str(error.args[0]), tensor=error.tensor) from error
-        pause = time.perf_counter() - started
-        slowest = max(receipts, key=lambda receipt: receipt.seconds["apply"])
-        return EngineReceipt(
-            self.name,
-            pause,
-            slowest.seconds["apply"],
-            tuple(slowest.direct),
-            tuple(slowest.rebuilt),
-            slowest.reload,
-            min(receipt.read_back for receipt in receipts),
-        )
+        return EngineReceipt.of(self.name, time.perf_counter() - started, receipts)
 
-    async def _commit(self, request: CommitRequest, caches: CachePolicy) -> tuple[list[WorkerReceipt], bool]:
+    async def _commit(
+        self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests
+    ) -> tuple[list[WorkerReceipt], bool]:
         """What the workers did, and whether the engine goes on already."""
         if isinstance(self.engine, AtOnce):
-            answers = await self.bounded("commit", self.engine.commit_at_once(self._request(request), caches, request.version))
+            whole = request
+            if self.trusted and self.address == manifest.location.address:
+                self.holding.add(self.address)
+                whole = structs.replace(request, again=Again(self.address, manifest.base, self.version))
+            answers = await self.bounded("commit", self.engine.commit_at_once(self._request(whole), caches, request.version))
             if answers is not None:
                 receipts = self._told("commit", WorkerReceipt, answers)
                 return receipts, went_on(receipts)
+        if self.trusted:
+            await self.prepare(manifest, digests)
         await self.bounded("pause", self.engine.pause(caches))
         return await self.call("commit", WorkerReceipt, request), False
 
-    def _check_sums(self, manifest: Manifest, receipts: Sequence[WorkerReceipt], digests: Callable[[], dict[str, int]]) -> None:
+    def _check_sums(self, manifest: Manifest, receipts: Sequence[WorkerReceipt], digests: Digests) -> None:
         """What workers summed up while they pulled it."""
         if self.plan is None or not any(receipt.wholes or receipt.parts for receipt in receipts):
             return

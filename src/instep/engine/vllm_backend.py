@@ -47,7 +47,7 @@ from instep.engine.vllm_peers import Peers, receiver_of
 from instep.engine.vllm_worker import WorkerExtension
 from instep.errors import ConfigError, SyncError, VersionConflict
 from instep.plan.routes import check_metadata, signature
-from instep.protocol import Manifest, Request, decode, encode
+from instep.protocol import CommitRequest, Manifest, Request, decode, encode
 
 logger = logging.getLogger("instep")
 T = TypeVar("T")
@@ -140,7 +140,8 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
                 next_step="call start_weight_update, update_weights and finish_weight_update, in this order",
             )
         self.staged = None
-        await self.member.commit(manifest, "keep", lambda: manifest.digests)
+        request = CommitRequest(manifest.version, manifest.digests)
+        await self.member.commit(manifest, request, "keep", lambda: manifest.digests)
 
     def _in_step(self, phase: Callable[[], None]) -> None:
         """Runs a phase in which workers ask each other. It must have ended well in all of them, also in one that was late."""

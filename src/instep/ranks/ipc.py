@@ -7,7 +7,8 @@ in buffers on its GPU that are kept. Every rank sums up what it shares while wor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Sequence, Set
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +20,7 @@ from instep.protocol import Identity, Location, TensorMeta, decode, encode
 from instep.ranks.gather import Stretch
 from instep.ranks.lead import RankedSource
 from instep.ranks.run import Run
-from instep.transport import Published
+from instep.transport import Published, Sending
 from instep.transport.exposed import Exposed, Offer, Part, located, place_of, whole
 from instep.transport.ipc import IpcTransport, with_digests
 
@@ -106,7 +107,9 @@ class _Laid:
 
 
 class SharedIpc(IpcTransport):
-    """Rank 0."""
+    """Rank 0. Each rank has sums of its own, so workers cannot read them all."""
+
+    late = False
 
     def __init__(self, source: RankedSource) -> None:
         super().__init__()
@@ -134,6 +137,13 @@ class SharedIpc(IpcTransport):
         channel.tell("sums")
         self.summed = None
         return Published(last.location, {})
+
+    @asynccontextmanager
+    async def serving(self, step: str) -> AsyncIterator[Sending]:
+        """Looks at the sums when engines are prepared: a rank that has died by then leaves them as they were."""
+        yield self
+        if step == "prepare":
+            self.summed = self._summed()
 
     def _summed(self) -> Published:
         """Every rank has summed up its parts meanwhile."""

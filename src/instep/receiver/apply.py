@@ -101,6 +101,10 @@ class Applier:
             self._copies = Copies(model, frozenset(self.direct), of_direct[True], others)
         return self._copies
 
+    def layers(self) -> tuple[list[str], list[str], dict[str, str]]:
+        """Which take which way: `direct`, `rebuild` and `reload`, in order."""
+        return sorted(self.direct), sorted(self.rebuild), dict(sorted(self.reload.items()))
+
     def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that layers on reload read, in the order of the plan; all of them where a layer's reads are not known."""
         if any(layer in self.plan.reload_only for layer in self.reload):

@@ -6,13 +6,14 @@ process's GPU memory, one kernel pulls them and takes their digests on the way. 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from instep.errors import ApplyError, DigestMismatch
+from instep.errors import ApplyError, DigestMismatch, TransportError
 from instep.protocol import Manifest, TensorMeta
 from instep.receiver.apply import Applier, Tensors, copy_regions, holds
 from instep.receiver.copies import Copies
@@ -77,8 +78,8 @@ class Pulled:
 
     once = False
 
-    def __init__(self, manifest: Manifest, reader: Any) -> None:
-        self.address, self.reader = manifest.location.address, reader
+    def __init__(self, manifest: Manifest, reader: Any, launch: int) -> None:
+        self.address, self.reader, self.launch = manifest.location.address, reader, launch
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.parts: dict[str, int] = {}
         self.puller: Any = None  # of direct layers, where there are any
@@ -87,8 +88,9 @@ class Pulled:
         from instep.receiver.pull import Puller
 
         if copies.routes:
-            if copies.worked_out is None or copies.worked_out[0] != self.address:
-                copies.worked_out = (self.address, Puller(copies, self.metas, self.reader))
+            at = (self.address, *self.reader.bases)  # what was mapped may lie elsewhere when it is mapped again
+            if copies.worked_out is None or copies.worked_out[0] != at:
+                copies.worked_out = (at, Puller(copies, self.metas, self.reader))
             self.puller = copies.worked_out[1]
             self.puller.launch(self.metas, self.reader)
         return Lazy(self.metas, self.reader.tensor)
@@ -98,13 +100,15 @@ class Pulled:
         torch.cuda.synchronize(self.reader.device)
 
     def prove(self, applier: Applier) -> Proof:
-        """How many tensors were summed up while they were pulled, and the sums: the trainer compares them with its own.
+        """How many tensors were summed up while they were pulled, and the sums, for the trainer to compare with its own: unless all of them
+        are here, and are those that its GPU has told.
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
         if self.puller is not None:
             check_places(self.puller.copies, applier)
-        return Proof(len(self.parts.keys() | self.reader.sums.keys()), wholes=self.reader.sums, parts=self.parts)
+        wholes, parts = self.reader.sums, self.parts
+        return Proof(len(parts.keys() | wholes.keys()), wholes | parts == self.reader.told(self.launch), wholes, parts)
 
     def forget(self) -> None:
         """Nothing is held: tensors are made when they are asked for."""
@@ -116,12 +120,31 @@ def check_places(copies: Copies, applier: Applier) -> None:
         raise ApplyError("the engine's reload session moved weights that had been pulled already")
 
 
-def arrive(manifest: Manifest, reader: Reader) -> Any:
-    """How a version's bytes come in. Waits for the first of them where they are sent; nothing has been written then."""
+def arrive(manifest: Manifest, reader: Reader, launch: int = 0) -> Any:
+    """How a version's bytes come in. Waits for the first of them where they are sent; nothing has been written then.
+
+    launch: of the trainer's sums (see `protocol.CommitRequest`).
+    """
     if reader.arrived:
         return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors})
     if not reader.fetches:
-        return Pulled(manifest, reader)
+        return Pulled(manifest, reader, launch)
     from instep.receiver.stream import Streamed
 
     return Streamed(manifest, reader)
+
+
+def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, int]]:
+    """The seconds it took, and the digests of what has arrived.
+
+    Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published, where the manifest says which and
+    this worker has looked at all of them.
+    """
+    started = time.perf_counter()
+    digests = reader.arrive([meta for meta in manifest.tensors if not meta.alias_of])
+    for name, got in digests.items() if manifest.digests and not reader.split else ():
+        if name not in manifest.digests:
+            raise TransportError(f"the manifest has no digest for {name}", tensor=name)
+        if got != manifest.digests[name]:
+            raise DigestMismatch.of(name, got, manifest.digests[name])
+    return time.perf_counter() - started, digests

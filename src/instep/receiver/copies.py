@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -28,7 +28,7 @@ class Copies:
         self._children = list(chain.from_iterable(map(dict.values, self._parents)))
         self._slots = [_slot(model, name) for name in params]
         self._addresses = self._now()
-        self.worked_out: tuple[str, Any] | None = None
+        self.worked_out: tuple[Hashable, Any] | None = None
         """What a transport has worked out for these copies from an address of its own."""
 
     def stay(self, model: torch.nn.Module) -> bool:

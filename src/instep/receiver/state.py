@@ -25,9 +25,10 @@ import torch
 from msgspec import structs
 
 from instep.digest import total
-from instep.errors import ApplyError, ConfigError, DigestMismatch, InstepError, PlanError, TransportError, VersionConflict
+from instep.errors import ApplyError, ConfigError, InstepError, PlanError, VersionConflict
 from instep.plan.routes import signature
 from instep.protocol import (
+    Again,
     Arrival,
     CommitRequest,
     DigestRequest,
@@ -48,7 +49,7 @@ from instep.protocol import (
 from instep.receiver import Host
 from instep.receiver.adapter import AdapterHost
 from instep.receiver.apply import Applier
-from instep.receiver.arrival import arrive
+from instep.receiver.arrival import arrive, check_arrival
 from instep.receiver.held import held
 from instep.receiver.request import Expected, decode_prepare
 from instep.receiver.trace import trace
@@ -82,6 +83,7 @@ class Receiver:
         self.signature: str | None = None
         self.expected = Expected([])
         self.prepared: _Prepared | None = None
+        self.last: PrepareRequest | None = None
         self.adapters: dict[int, Receiver] = {}
         self.checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-arrival")
 
@@ -143,7 +145,7 @@ class Receiver:
 
     def trace(self, request: Request) -> Any:
         wanted = decode(request.body, TraceRequest)
-        self._respect_lease(request)
+        self._respect_lease(request.session)
         if wanted.signature != signature(wanted.tensors):
             raise PlanError("the list of tensors is not the one that was signed")
         if isinstance(self.host, AdapterHost):
@@ -156,11 +158,18 @@ class Receiver:
 
     def prepare(self, request: Request) -> Arrival:
         """Opens the version and begins to fetch and prove its bytes, beside the engine's steps. What the engine serves does not change."""
-        wanted = decode_prepare(request.body)
+        reader = self._prepare(request.session, decode_prepare(request.body))
+        if reader.arrived:
+            return Arrival(done=False)
+        assert self.prepared is not None
+        wait([self.prepared.arrival], 0.001)  # where nothing is moved before the commit it rarely takes longer, and need not be asked again
+        return self.ready(request)
+
+    def _prepare(self, session: str, wanted: PrepareRequest) -> Reader:
         manifest = wanted.manifest
         if wanted.left_at is not None and not self._is_as_left(wanted):
-            return Arrival(done=False, other=True)
-        self._respect_lease(request)
+            raise VersionConflict("this worker is not as the trainer has left it")
+        self._respect_lease(session)
         if self.applier is None or wanted.signature != self.signature:
             raise PlanError("the worker has no plan for these tensors: it was restarted, or the source changed. Push again")
         known = self.history.get(manifest.version)
@@ -180,11 +189,15 @@ class Receiver:
             arrival = self.checker.submit(check_arrival, manifest, reader)
         else:
             arrival.set_result((0.0, {}))
-        self.prepared = _Prepared(manifest, request.session, reader, time.monotonic() + wanted.lease, arrival)
-        if reader.arrived:
-            return Arrival(done=False)
-        wait([arrival], 0.001)  # where nothing is moved before the commit it rarely takes longer, and the trainer need not ask again
-        return self.ready(request)
+        self.prepared, self.last = _Prepared(manifest, session, reader, time.monotonic() + wanted.lease, arrival), wanted
+        return reader
+
+    def _prepare_again(self, session: str, version: str, again: Again) -> None:
+        last = self.last
+        if last is None or last.manifest.location.address != again.address:
+            raise VersionConflict(f"what version {version!r} was to be prepared as is not what was prepared here last")
+        manifest = structs.replace(last.manifest, version=version, base=again.base, digests={})
+        self._prepare(session, structs.replace(last, manifest=manifest, left_at=again.left_at))
 
     def _is_as_left(self, wanted: PrepareRequest) -> bool:
         known = self.incarnation in wanted.workers and self.applier is not None and wanted.signature == self.signature
@@ -208,17 +221,19 @@ class Receiver:
     def commit(self, request: Request) -> WorkerReceipt:
         """Between two engine steps: copies, rebuilds derived state, proves, and takes the version."""
         wanted = decode(request.body, CommitRequest)
+        if wanted.again is not None:
+            self._prepare_again(request.session, wanted.version, wanted.again)
         prepared, applier = self.prepared, self.applier
         if prepared is None or applier is None or prepared.manifest.version != wanted.version or prepared.session != request.session:
             raise VersionConflict(f"version {wanted.version!r} is not prepared here")
         manifest, reader, (arrived, digests) = prepared.manifest, prepared.reader, prepared.arrival.result()
-        arrival = arrive(manifest, reader)
+        arrival = arrive(manifest, reader, wanted.launch)
         started = time.perf_counter()
         self.state = "dirty"
         try:
             with torch.no_grad():
                 applier.apply(arrival)
-                sums = self.expected.sums(wanted.digests)  # while a GPU is at it
+                sums, (direct, rebuilt, reload) = self.expected.sums(wanted.digests), applier.layers()  # while a GPU is at it
                 arrival.settle()
                 applied = time.perf_counter()
                 proof = arrival.prove(applier)
@@ -240,9 +255,9 @@ class Receiver:
         return WorkerReceipt(
             rank=self.host.rank,
             seconds={"arrive": arrived, "apply": applied - started, "read_back": done - applied},
-            direct=sorted(applier.direct),
-            rebuilt=sorted(applier.rebuild),
-            reload=dict(sorted(applier.reload.items())),
+            direct=direct,
+            rebuilt=rebuilt,
+            reload=reload,
             read_back=proof.tensors,
             wholes=proof.wholes if told else {},
             parts=proof.parts if told else {},
@@ -261,9 +276,9 @@ class Receiver:
             raise PlanError("the list of tensors is not the one that was signed")
         return held(self.host, self.applier if wanted.signature == self.signature else None, wanted)
 
-    def _respect_lease(self, request: Request) -> None:
+    def _respect_lease(self, session: str) -> None:
         prepared = self.prepared
-        if prepared and prepared.session != request.session and time.monotonic() < prepared.expires:
+        if prepared and prepared.session != session and time.monotonic() < prepared.expires:
             raise VersionConflict(f"another trainer is pushing {prepared.manifest.version!r} to this engine")
 
     def _drop(self) -> bool:
@@ -277,19 +292,3 @@ class Receiver:
             return True
         gc.collect()  # an exception's frames and modules' cycles may hold views for a while
         return prepared.reader.close()
-
-
-def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, int]]:
-    """The seconds it took, and the digests of what has arrived.
-
-    Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published, where the manifest says which and
-    this worker has looked at all of them.
-    """
-    started = time.perf_counter()
-    digests = reader.arrive([meta for meta in manifest.tensors if not meta.alias_of])
-    for name, got in digests.items() if manifest.digests and not reader.split else ():
-        if name not in manifest.digests:
-            raise TransportError(f"the manifest has no digest for {name}", tensor=name)
-        if got != manifest.digests[name]:
-            raise DigestMismatch.of(name, got, manifest.digests[name])
-    return time.perf_counter() - started, digests

@@ -20,6 +20,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,6 +39,8 @@ class Published:
     digests: dict[str, int]
     non_finite: tuple[str, ...] = field(default=())
     """Tensors with a NaN or an infinity. They are sent all the same."""
+    launch: int = 0
+    """Where workers can read the sums by themselves: which ones (see `exposed.Exposed`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Transport(Protocol):
     """The trainer's side. A version is published, then workers read it while `serving` lasts, then its memory is released for another."""
 
     late: bool
-    """Whether the digests are complete after the commit only, and not when engines are prepared."""
+    """Whether no commit waits for the digests: they are complete after it only, or workers can read them by themselves."""
 
     def hasten(self) -> None:
         """Another version of the same source is about to be published: what can be done before it is looked at may be done."""
@@ -158,6 +161,7 @@ def open_location(manifest: Manifest, me: Me) -> Any:
     return readers[kind](manifest, me)
 
 
+@lru_cache(maxsize=1)
 def host() -> str:
     """Equal for processes that may share memory: the kernel's boot, which containers of a host share."""
     try:

@@ -1,4 +1,4 @@
-"""The four calls of CUDA's driver that share memory between processes, on plain integers and bytes.
+"""The calls of CUDA's driver that share memory between processes, on plain integers and bytes.
 
 PyTorch's own sharing counts references through files and pickles what it sends; these handles are 64 bytes, need no counting, and are
 opened once.
@@ -59,6 +59,13 @@ def attach(handle: bytes) -> int:
     ctypes.memmove(ctypes.byref(struct), handle, HANDLE_BYTES)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), struct, LAZY_PEER_ACCESS)
     return address.value
+
+
+def read(address: int, nbytes: int) -> bytes:
+    """What a GPU, or a mapping of another's memory, holds now. A context must be current in this thread."""
+    room = ctypes.create_string_buffer(nbytes)
+    _call("cuMemcpyDtoH_v2", room, ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
+    return room.raw
 
 
 def detach(address: int) -> None:

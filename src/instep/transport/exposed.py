@@ -65,6 +65,9 @@ class Offer(msgspec.Struct, frozen=True):
 class Exposed:
     """Parts that lie on one GPU of this process, good for as long as they lie where they lay. Keeps their memory.
 
+    launches: how often they were summed up. The number is also the first word of a board on the GPU, as soon as the sums behind it, in the
+    order of `offer.places`, are those of that time. Who may read the parts may read the board: nobody has to wait for this process.
+
     known: handles of allocations, by base address. Raises `TransportError` where memory cannot be shared.
     """
 
@@ -72,7 +75,11 @@ class Exposed:
         self.parts = parts
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)  # makes the context current in this thread before the driver is called
-            bases = {address: driver.allocation(address)[0] for address in dict.fromkeys(part.memory.data_ptr() for part in parts)}
+            self.launches, slots = 0, len({part.meta.name for part in parts})
+            self.board = torch.zeros(1 + 2 * slots, dtype=torch.int64, device=device)
+            self.mark, sums = self.board[:1], self.board[1:]
+            memories = (self.board, *(part.memory for part in parts))
+            bases = {address: driver.allocation(address)[0] for address in dict.fromkeys(memory.data_ptr() for memory in memories)}
             self.handles = {base: known.get(base) or _handle(base) for base in bases.values()}
         order = {base: index for index, base in enumerate(self.handles)}
         places: dict[str, list[Place]] = {}
@@ -84,7 +91,9 @@ class Exposed:
             runs.append(run_of(rows_of(place, part.meta, base), part.meta, len(places) - 1))
         self.addresses = list(map(torch.Tensor.data_ptr, (part.memory for part in parts)))
         self.offer = Offer(list(self.handles.values()), places)
-        self.table = Table(runs, len(places), device, copy=False)
+        base = bases[self.board.data_ptr()]
+        self.board_at = order[base], self.board.data_ptr() - base
+        self.table = Table(runs, slots, device, copy=False, sums=sums)
         self.device = device
 
     def stay(self) -> bool:
@@ -95,14 +104,19 @@ class Exposed:
         """Waits for the trainer's work, before anybody reads; then sums up the very memory that workers will read."""
         torch.cuda.synchronize(self.device)
         self.table.launch()
+        self.launches += 1
+        self.mark.fill_(self.launches)  # an assignment would wait for the kernel
 
     def result(self) -> dict[str, tuple[int, bool]]:
         """Waits. Of each tensor the sum over its parts, without the seed, and whether they hold a number that is not finite."""
         return dict(zip(self.offer.places, zip(*self.table.result(), strict=True), strict=True))
 
 
-def located(tensors: Sequence[TensorMeta], offers: Iterable[Offer]) -> Location:
-    """Of a version whose parts are in these offers. Another address for other places: workers keep what they have worked out for one."""
+def located(tensors: Sequence[TensorMeta], offers: Iterable[Offer], board: tuple[int, int] | None = None) -> Location:
+    """Of a version whose parts are in these offers. Another address for other places: workers keep what they have worked out for one.
+
+    board: that of the only offer.
+    """
     order: dict[bytes, int] = {}
     places: dict[str, list[Place]] = {}
     for offer in offers:
@@ -110,7 +124,7 @@ def located(tensors: Sequence[TensorMeta], offers: Iterable[Offer]) -> Location:
         for name, some in offer.places.items():
             places.setdefault(name, []).extend(structs.replace(place, handle=numbers[place.handle]) for place in some)
     nbytes = sum(meta.nbytes for meta in tensors if not meta.alias_of)
-    location = Location("ipc", "", nbytes, {}, handles=list(order), places=places, live=True)
+    location = Location("ipc", "", nbytes, {}, handles=list(order), places=places, board=board, live=True)
     return structs.replace(location, address=hashlib.blake2b(encode(location), digest_size=16).hexdigest())
 
 

@@ -6,10 +6,12 @@ made once for each allocation of the trainer and opened once by each worker; the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence, Set
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from operator import eq
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +20,10 @@ from instep.errors import SourceError, TransportError
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Pull, Sending, elsewhere
 from instep.transport.exposed import Exposed, located, place_of, whole
+
+T = TypeVar("T")
+AHEAD = 0.001
+"""Seconds that a request needs to be on its way: threads that send it want Python's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class IpcTransport(Pull):
     """The trainer's side. Tensors that are not contiguous, not of the dtype to send, or no whole number of 8-byte words are staged in
     buffers on the trainer's GPU, which are kept."""
 
+    late = True
+
     def __init__(self) -> None:
         self.handles: dict[int, bytes] = {}
         self.buffers: dict[TensorMeta, torch.Tensor] = {}
@@ -77,7 +85,7 @@ class IpcTransport(Pull):
         if not hastened:
             layout.exposed.launch()
         self.layout, self.summed = layout, None
-        return Published(layout.location, {})
+        return Published(layout.location, {}, launch=layout.exposed.launches)
 
     def _laid_out(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor], place: Hashable) -> _Layout:
         """The layout of before, if nothing has moved. What is staged is copied."""
@@ -90,17 +98,19 @@ class IpcTransport(Pull):
 
     @asynccontextmanager
     async def serving(self, step: str) -> AsyncIterator[Sending]:
-        """Looks at the sums when engines are prepared: engines would be paused for it in the commit."""
-        yield self
-        if step == "prepare":
+        yield Beside(self._look_at_sums) if step == "commit" else self
+
+    def _look_at_sums(self) -> None:
+        if self.summed is None:
             self.summed = self._summed()
 
     def finish(self, _: Published) -> Published:
+        self._look_at_sums()
         assert self.summed is not None
         return self.summed
 
     def _summed(self) -> Published:
-        """What was summed up since it was published."""
+        """What was summed up since it was published. Waits for it."""
         assert self.layout is not None
         return with_digests(self.layout.location, self.layout.tensors, self.layout.exposed.result())
 
@@ -118,7 +128,7 @@ class IpcTransport(Pull):
         exposed = Exposed(parts, device, self.handles)
         self.handles = exposed.handles
         places = {name: place_of(value) for name, value in given.items()}
-        return _Layout(list(tensors), None, places, staged, exposed, located(tensors, [exposed.offer]))
+        return _Layout(list(tensors), None, places, staged, exposed, located(tensors, [exposed.offer], exposed.board_at))
 
     def _room(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         """For a copy of a tensor. Zeros follow up to the next whole word."""
@@ -133,6 +143,22 @@ class IpcTransport(Pull):
         self.buffers.clear()
         self.handles = {}
         self.layout = self.summed = None
+
+
+class Beside:
+    """Does what has to be done at some time while workers are at it, and the trainer would wait for them anyway."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+
+    async def unless(self, step: Awaitable[T]) -> T:
+        under_way = asyncio.ensure_future(step)
+        try:
+            await asyncio.wait([under_way], timeout=AHEAD)
+            self.work()
+            return await under_way
+        finally:
+            under_way.cancel()
 
 
 def _by_name(values: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import torch
 
 from instep.digest_cuda import Table
@@ -10,6 +13,9 @@ from instep.plan.overlap import Rows
 from instep.protocol import Manifest, TensorMeta
 from instep.transport import Me, driver
 from instep.transport.exposed import rows_of, run_of
+
+PATIENCE = 0.02
+"""Seconds to wait for a trainer's sums, which were begun before the commit: it can compare them itself."""
 
 OPENED: dict[bytes, int] = {}
 """Handles that this process has mapped, and where. Opening one twice in a process is an error of the driver."""
@@ -54,6 +60,18 @@ class IpcReader:
         table.launch()
         self.sums[own.name] = table.result()[0][0]
         return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
+
+    def told(self, launch: int) -> dict[str, int] | None:
+        """The trainer's own sums of a launch, by tensor; None where they cannot be read, or not in time."""
+        if not launch or self.location.board is None:
+            return None
+        handle, at = self.location.board
+        board, names, late = self.bases[handle] + at, self.location.places, time.monotonic() + PATIENCE
+        while int.from_bytes(driver.read(board, 8), "little") != launch:
+            if time.monotonic() > late:
+                return None
+        sums = np.frombuffer(driver.read(board + 8, 8 * len(names)), np.uint64)
+        return dict(zip(names, sums.tolist(), strict=True))
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         """Nothing: bytes are pulled, and summed up, in the commit."""
