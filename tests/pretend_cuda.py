@@ -18,7 +18,7 @@ import torch
 
 from instep.digest import BLOCK_WORDS, MASK, inner_weights, mix
 from instep.digest_cuda import EXPONENTS, Run
-from instep.receiver import pull, stream
+from instep.receiver import pull, stream, watch
 from instep.transport import driver, exposed, ipc, ipc_reader, tally
 
 PAGE = 1 << 21
@@ -39,7 +39,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "read", lambda address, nbytes: _words(address, nbytes // 8).tobytes())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    for module in (exposed, ipc_reader, pull, stream, tally):
+    for module in (exposed, ipc_reader, pull, stream, tally, watch):
         monkeypatch.setattr(module, "Table", Table)
     for module in (stream, tally):
         monkeypatch.setattr(module, "added", added)

@@ -9,16 +9,16 @@ derived from its weights that a plain copy would leave stale.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Protocol
 
 import torch
 
-from instep.protocol import Region, Route, WorkerPlan
+from instep.protocol import Region, Route, WorkerPlan, dtype_name
 from instep.receiver import Host
-from instep.receiver.copies import Copies, live_tensors
+from instep.receiver.copies import Copies
 from instep.receiver.trace import layer_of
 
 Tensors = Mapping[str, torch.Tensor]
@@ -28,10 +28,11 @@ DERIVED = " is derived from weights"
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was seen before a reload session: the attributes of every module, and the layers whose live bytes were not yet the new ones."""
+    """What was seen before a reload session: the attributes of every module, and what layers that are not proved yet held."""
 
     attributes: dict[str, dict[str, object]]
-    stale: set[str]
+    watched: Copies
+    held: Sequence[object]
 
 
 class Arrival(Protocol):
@@ -40,8 +41,17 @@ class Arrival(Protocol):
     once: bool
     """Whether they pass by, and can be moved only once."""
 
-    def move(self, copies: Copies) -> Tensors:
-        """Begins to make the copies. What other layers read is in the result; it is good until the commit ends."""
+    def move(self, copies: Copies, watched: Copies | None) -> Tensors:
+        """Begins to make the copies. What other layers read is in the result; it is good until the commit ends.
+
+        watched: copies that are not to be made. The reload session does, and is looked at.
+        """
+
+    def held(self, watched: Copies) -> Sequence[object]:
+        """What live storage holds now where each route leads."""
+
+    def brought(self, watched: Copies) -> Sequence[object]:
+        """What each route brings: equal to what is held there, if that is the same, bit for bit."""
 
     def settle(self) -> None:
         """Waits until everything has been moved."""
@@ -68,9 +78,10 @@ class Applier:
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
         copies = self.copies(look=arrival.once)
-        tensors = arrival.move(copies)
+        watched = self._watched()
+        tensors = arrival.move(copies, watched)
         if not arrival.once and (now := self.copies()) is not copies:  # looked at while a GPU is at it
-            tensors = arrival.move(now)  # what was written instead is kept by nobody but `Copies`
+            tensors = arrival.move(now, watched)  # what was written instead is kept by nobody but `Copies`
         for layer in self.rebuild:
             self._rebuild(layer, tensors)
         if self.rebuild:
@@ -78,11 +89,11 @@ class Applier:
         self.reloaded = bool(self.reload)
         if not self.reload:
             return
-        evidence = self._evidence(tensors) if UNPROVED in self.reload.values() else None
+        evidence = Evidence(self._attributes(), watched, arrival.held(watched)) if watched else None
         with self.host.reload():
             self.host.load(self._wanted(tensors))
         if evidence is not None:
-            self._promote(evidence, tensors)
+            self._promote(evidence, arrival)
             self._promote_rebuilt(tensors)
 
     def copies(self, *, look: bool = True) -> Copies:
@@ -113,24 +124,33 @@ class Applier:
         names = dict.fromkeys(route.tensor for layer, routes in self.routes.items() if layer in self.reload for route in routes)
         yield from ((name, tensors[name]) for name in names if name is not None)
 
-    def _evidence(self, tensors: Tensors) -> Evidence:
-        live = dict(live_tensors(self.host.model))
-        stale = {layer for layer, reason in self.reload.items() if reason == UNPROVED and self._difference(layer, live, tensors)}
-        return Evidence({name: attributes(module) for name, module in self.host.model.named_modules(remove_duplicate=False)}, stale)
+    def _watched(self) -> Copies | None:
+        """What layers read of which it is not known yet whether plain copies would do."""
+        layers = frozenset(layer for layer, reason in self.reload.items() if reason == UNPROVED)
+        routes = [route for layer in sorted(layers & self.routes.keys()) for route in self.routes[layer] if route.tensor is not None]
+        return Copies(self.host.model, layers, routes, None) if layers else None
 
-    def _promote(self, before: Evidence, tensors: Tensors) -> None:
+    def _attributes(self) -> dict[str, dict[str, object]]:
+        return {name: attributes(module) for name, module in self.host.model.named_modules(remove_duplicate=False)}
+
+    def _promote(self, before: Evidence, arrival: Arrival) -> None:
         """Decides about layers whose weights this commit changed; the others say nothing of what follows from their weights."""
-        live = dict(live_tensors(self.host.model))
-        for name, module in self.host.model.named_modules(remove_duplicate=False):
-            changed = changes(before.attributes[name], attributes(module))
+        for name, now in self._attributes().items():
+            changed = changes(before.attributes[name], now)
             if changed and self.reload.get(name, UNPROVED) == UNPROVED:
                 # Also of a layer without routes, or one that is direct by now: it follows from some layer's weights, we cannot tell
                 # which. The session, which rebuilds it, runs on every commit.
                 self.reload[name] = f"{changed}{DERIVED}"
                 self.direct.discard(name)
-        for layer in [layer for layer in before.stale if self.reload.get(layer) == UNPROVED]:
-            if different := self._difference(layer, live, tensors):
-                self.reload[layer] = f"{different} is not stored as the checkpoint has it"
+        routes, brought = before.watched.routes, arrival.brought(before.watched)
+        held = arrival.held(Copies(self.host.model, before.watched.layers, routes, None))
+        stale = {layer_of(r.param) for r, was, new in zip(routes, before.held, brought, strict=True) if was != new}
+        different = {layer_of(r.param): r.param for r, now, new in zip(routes, held, brought, strict=True) if now != new}
+        for layer in stale:
+            if self.reload.get(layer) != UNPROVED:
+                continue
+            if layer in different:
+                self.reload[layer] = f"{different[layer]} is not stored as the checkpoint has it"
             else:
                 self.direct.add(layer)
                 del self.reload[layer]
@@ -173,10 +193,6 @@ class Applier:
         if layer in self.routes:
             self.host.rebuild(layer, fill)
 
-    def _difference(self, layer: str, live: Tensors, tensors: Tensors) -> str | None:
-        """The first parameter of a layer that does not hold what its routes bring, or None."""
-        return next((r.param for r in self.routes[layer] if r.tensor is not None and not holds(live[r.param], r, tensors)), None)
-
 
 class Zeros(Mapping[str, torch.Tensor]):
     """Tensors of the same names and shapes, made when they are asked for."""
@@ -211,9 +227,14 @@ def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
     if route.tensor is None or route.source is None:
         return True
     source = tensors[route.tensor]
-    if param.dtype != source.dtype or not param.is_contiguous() or _end(route.target) > param.numel():
+    if not fits(param, route, dtype_name(source.dtype)):
         return False
     return torch.equal(_bits(view(param, route.target)), _bits(view(source, route.source).to(param.device)))
+
+
+def fits(param: torch.Tensor, route: Route, dtype: str) -> bool:
+    """Whether a live parameter has room for what a route brings as the checkpoint has it, of this dtype."""
+    return dtype_name(param.dtype) == dtype and param.is_contiguous() and _end(route.target) <= param.numel()
 
 
 def _end(region: Region) -> int:

@@ -7,16 +7,19 @@ process's GPU memory, one kernel pulls them and takes their digests on the way. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 
 from instep.errors import ApplyError, DigestMismatch, TransportError
 from instep.protocol import Manifest, TensorMeta
+from instep.receiver import watch
 from instep.receiver.apply import Applier, Tensors, copy_regions, holds
 from instep.receiver.copies import Copies
+from instep.receiver.pull import Puller
 from instep.transport import Reader
 
 
@@ -54,9 +57,16 @@ class Seen:
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
 
-    def move(self, copies: Copies) -> Tensors:
+    def move(self, copies: Copies, _: Copies | None) -> Tensors:
         copy_regions(copies.routes, copies.live, self.tensors)
         return self.tensors
+
+    def held(self, watched: Copies) -> list[bool]:
+        """Whether it is what was brought."""
+        return [holds(watched.live[route.param], route, self.tensors) for route in watched.routes]
+
+    def brought(self, watched: Copies) -> list[bool]:
+        return [True for _ in watched.routes]
 
     def settle(self) -> None:
         """There is nothing to wait for."""
@@ -82,18 +92,25 @@ class Pulled:
         self.address, self.reader, self.launch = manifest.location.address, reader, launch
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.parts: dict[str, int] = {}
-        self.puller: Any = None  # of direct layers, where there are any
+        self.puller: Puller | None = None  # of direct layers, where there are any
 
-    def move(self, copies: Copies) -> Tensors:
-        from instep.receiver.pull import Puller
-
+    def move(self, copies: Copies, _: Copies | None) -> Tensors:
         if copies.routes:
             at = (self.address, *self.reader.bases)  # what was mapped may lie elsewhere when it is mapped again
             if copies.worked_out is None or copies.worked_out[0] != at:
                 copies.worked_out = (at, Puller(copies, self.metas, self.reader))
-            self.puller = copies.worked_out[1]
-            self.puller.launch(self.metas, self.reader)
-        return Lazy(self.metas, self.reader.tensor)
+            puller: Puller = copies.worked_out[1]
+            puller.launch(self.metas, self.reader)
+            self.puller = puller
+        self.tensors = Lazy(self.metas, self.reader.tensor)
+        return self.tensors
+
+    def held(self, watched: Copies) -> Sequence[object]:
+        return watch.held(watched, self.metas, self.reader.device, self.tensors)
+
+    def brought(self, watched: Copies) -> Sequence[object]:
+        runs = watch.brought(watched, self.metas, self.reader.places)
+        return watch.summaries(runs, watch.summed(list(chain.from_iterable(runs)), len(runs), self.reader.device))
 
     def settle(self) -> None:
         self.parts = self.puller.sums() if self.puller else {}
@@ -107,7 +124,7 @@ class Pulled:
         """
         if self.puller is not None:
             check_places(self.puller.copies, applier)
-        wholes, parts = self.reader.sums, self.parts
+        wholes, parts = self.reader.sums(), self.parts
         return Proof(len(parts.keys() | wholes.keys()), wholes | parts == self.reader.told(self.launch), wholes, parts)
 
     def forget(self) -> None:

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from instep.digest_cuda import Run, Table
 from instep.plan.overlap import Rows, common
 from instep.plan.region import rows_of
@@ -44,7 +46,7 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Callable[[Ten
     others = {metas[name].alias_of or name for name in (metas if copies.others is None else copies.others)}
     for name, routes in of_tensor.items():
         meta, slot = metas[name], made.slot()
-        rows = [_rows(route, meta, copies.live[route.param].data_ptr()) for route in routes]
+        rows = [rows_to(route, meta, copies.live[route.param]) for route in routes]
         whole_words = [some for some in rows if some is not None]
         if len(whole_words) < len(rows) or not apart(regions[name], meta.shape):
             made.odd[name] = routes
@@ -81,11 +83,13 @@ class Puller:
         return {name: sums[slot] for name, slot in self.moves.parts.items()}
 
 
-def _rows(route: Route, meta: TensorMeta, target: int) -> Rows | None:
-    """What a route writes, in words. target: address of the parameter."""
+def rows_to(route: Route, meta: TensorMeta, live: torch.Tensor) -> Rows | None:
+    """What a route writes, in words. None where it cuts one. live: the parameter."""
     assert route.source is not None
     found = rows_of(route.source, route.target)
     if found is None:
         return None
     count, row, source_stride, target_stride = found
-    return Rows(count, row, route.source.offset, source_stride, route.target.offset, target_stride).in_words(ITEM_BYTES[meta.dtype], target)
+    return Rows(count, row, route.source.offset, source_stride, route.target.offset, target_stride).in_words(
+        ITEM_BYTES[meta.dtype], live.data_ptr()
+    )

@@ -15,8 +15,9 @@ import torch
 
 from instep.digest_cuda import Run, Table, added, in_one
 from instep.plan.buckets import cut, pieces
-from instep.plan.overlap import contiguous
+from instep.plan.overlap import Rows, contiguous
 from instep.protocol import Manifest, TensorMeta
+from instep.receiver import watch
 from instep.receiver.apply import Applier, copy_regions
 from instep.receiver.arrival import Proof, check_places
 from instep.receiver.copies import Copies
@@ -40,26 +41,35 @@ def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
 class Scatter:
     """The copies of one plan out of buckets that stay where they are.
 
-    buckets: the memory of each, in order. All that the GPU needs to know of them is brought to it here: that waits for what the current
-    stream waits for, and once buckets are awaited that may be a peer which has died.
+    watched: copies that are not made: what they bring is summed up, route by route. buckets: the memory of each, in order. All that the
+    GPU needs to know of them is brought to it here: that waits for what the current stream waits for, and once buckets are awaited that
+    may be a peer which has died.
     """
 
-    def __init__(self, copies: Copies, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> None:
+    def __init__(self, copies: Copies, watched: Copies | None, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> None:
         self.bucket = manifest.location.bucket
         self.metas = {meta.name: meta for meta in manifest.tensors}
-        self.moves = moves(copies, self.metas, lambda meta: [contiguous(-(-meta.nbytes // 8), manifest.location.offsets[meta.name] // 8)])
+
+        def places(meta: TensorMeta) -> list[Rows]:
+            return [contiguous(-(-meta.nbytes // 8), manifest.location.offsets[meta.name] // 8)]
+
+        self.moves = moves(copies, self.metas, places)
         names = self.metas if copies.others is None else copies.others
         self.aside = {self.metas[name].alias_of or name for name in names} | self.moves.odd.keys()
         self.pieces = [
             [piece for piece in pieces_here if piece.meta.name in self.aside] for pieces_here in pieces(manifest.tensors, self.bucket)
         ]
         self.slots = {name: slot for slot, name in enumerate(sorted(self.aside), self.moves.slots)}
+        self.watched = watch.brought(watched, self.metas, places) if watched else []
         self.tables = [self._tables(index, bucket) for index, bucket in enumerate(buckets)]
 
     def _tables(self, index: int, bucket: torch.Tensor) -> list[Table]:
-        low, base, slots = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
+        low, base, first = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
         moved = [part for run in self.moves.runs for part in cut_run(run, low, low + len(bucket), base)]
         read = [in_one(base + p.at, p.meta, self.slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
+        for run in chain.from_iterable(self.watched):
+            read += [replace(part, slot=first + run.slot) for part in cut_run(run, low, low + len(bucket), base)]
+        slots = first + len(self.watched)
         return [Table(some, slots, bucket.device, copy=copy) for some, copy in ((moved, True), (read, False)) if some]
 
     def launch(self, index: int) -> None:
@@ -67,10 +77,12 @@ class Scatter:
         for table in self.tables[index]:
             table.launch()
 
-    def sums(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Waits. Of tensors that were put aside, and of what this worker reads of the others."""
+    def sums(self) -> tuple[dict[str, int], dict[str, int], list[watch.Summary]]:
+        """Waits. Of tensors that were put aside, of what this worker reads of the others, and of what was watched."""
         total = added(chain.from_iterable(self.tables))[0]
-        return {name: total[slot] for name, slot in self.slots.items()}, {name: total[slot] for name, slot in self.moves.parts.items()}
+        wholes = {name: total[slot] for name, slot in self.slots.items()}
+        parts = {name: total[slot] for name, slot in self.moves.parts.items()}
+        return wholes, parts, watch.summaries(self.watched, total[len(total) - len(self.watched) :])
 
 
 class Aside(Mapping[str, torch.Tensor]):
@@ -100,12 +112,13 @@ class Streamed:
         self.manifest, self.reader = manifest, reader
         self.wholes: dict[str, int] = {}
         self.parts: dict[str, int] = {}
+        self.told: list[watch.Summary] = []
         reader.begin()  # nothing is written before it is known that all take part
 
-    def move(self, copies: Copies) -> Mapping[str, torch.Tensor]:
-        address = self.manifest.location.address
-        if copies.worked_out is None or copies.worked_out[0] != address:
-            copies.worked_out = (address, Scatter(copies, self.manifest, self.reader.parts))
+    def move(self, copies: Copies, watched: Copies | None) -> Mapping[str, torch.Tensor]:
+        at = self.manifest.location.address, watched
+        if copies.worked_out is None or copies.worked_out[0] != at:
+            copies.worked_out = (at, Scatter(copies, watched, self.manifest, self.reader.parts))
         scatter: Scatter = copies.worked_out[1]
         aside = Aside(scatter.metas, scatter.aside)
         for index, bucket in self.reader.receive():
@@ -118,9 +131,15 @@ class Streamed:
         self.reader.settle()
         for routes in scatter.moves.odd.values():
             copy_regions(routes, copies.live, aside)
-        self.wholes, self.parts = scatter.sums()
-        self.copies = copies
+        self.wholes, self.parts, self.told = scatter.sums()
+        self.copies, self.aside = copies, aside
         return aside
+
+    def held(self, watched: Copies) -> Sequence[object]:
+        return watch.held(watched, self.aside.metas, self.reader.device, self.aside)
+
+    def brought(self, _: Copies) -> Sequence[object]:
+        return self.told
 
     def settle(self) -> None:
         self.reader.settle()

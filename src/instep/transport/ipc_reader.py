@@ -7,6 +7,7 @@ import time
 import numpy as np
 import torch
 
+from instep.digest import MASK
 from instep.digest_cuda import Table
 from instep.errors import TransportError
 from instep.plan.overlap import Rows
@@ -44,22 +45,28 @@ class IpcReader:
         for handle in OPENED.keys() - set(self.location.handles):
             driver.detach(OPENED.pop(handle))
         self.bases = [OPENED[handle] for handle in self.location.handles]
-        self.sums: dict[str, int] = {}
+        self.pulled: dict[str, torch.Tensor] = {}
 
     def places(self, meta: TensorMeta) -> list[Rows]:
         """Where the parts of a tensor are mapped in this process, in words."""
         return [rows_of(place, meta, self.bases[place.handle]) for place in self.location.places[meta.alias_of or meta.name]]
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """A copy on the engine's own GPU, its digest taken on the way: for layers that are not copied directly."""
+        """A copy on the engine's own GPU, summed up on the way: for layers that are not copied directly. It is under way."""
         own = self.metas[meta.alias_of or meta.name]
         room = torch.empty(-(-meta.nbytes // 8), dtype=torch.int64, device=self.device)
         first = room.data_ptr() // 8
         into = [(part, Rows(part.count, part.length, part.at, part.stride, first + part.at, part.stride)) for part in self.places(own)]
-        table = Table([run_of(part, own, 0, into=there) for part, there in into], 1, self.device, copy=True)
-        table.launch()
-        self.sums[own.name] = table.result()[0][0]
+        self.pulled[own.name] = torch.zeros(2, dtype=torch.int64, device=self.device)
+        runs = [run_of(part, own, 0, into=there) for part, there in into]
+        Table(runs, 1, self.device, copy=True, sums=self.pulled[own.name]).launch()
         return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
+
+    def sums(self) -> dict[str, int]:
+        """Waits. Of all tensors that were pulled whole."""
+        if not self.pulled:
+            return {}
+        return {name: value & MASK for name, value in zip(self.pulled, torch.stack(list(self.pulled.values()))[:, 0].tolist(), strict=True)}
 
     def told(self, launch: int) -> dict[str, int] | None:
         """The trainer's own sums of a launch, by tensor; None where they cannot be read, or not in time."""

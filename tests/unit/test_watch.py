@@ -1,0 +1,85 @@
+"""What a reload session shows of layers: the same judgement wherever the bytes come from. On a GPU sums stand for the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_ipc import ToyEngine
+from test_stream import card
+from torch import nn
+from toys import Checkpoint, ToyHost
+
+from instep import WeightSync
+
+__all__ = ["card"]  # a fixture
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "ipc", "nccl"])
+
+
+class Model(nn.Module):
+    """Layers `a`, rows of whole words, and `b`, whose route cuts one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("a", (4, 8)), ("b", (3,))):
+            layer = nn.Module()
+            layer.weight = nn.Parameter(torch.zeros(*shape, dtype=torch.bfloat16))
+            self.add_module(name, layer)
+
+
+def weights(seed: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.weight": (4, 8), "b.weight": (3,)}
+    return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+def as_it_is(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.get_parameter(name).copy_(tensor)
+
+
+def scaled(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.get_parameter(name).copy_(tensor * 2 if name == "a.weight" and not tensor.is_meta else tensor)
+
+
+def in_float32(model: Any) -> None:
+    model.a.weight.data = model.a.weight.data.float()
+
+
+def by_columns(model: Any) -> None:
+    model.a.weight.data = model.a.weight.data.t().contiguous().t()
+
+
+def with_one_element_wrong(model: Any) -> None:
+    model.a.weight.data[3, 7] = 7
+
+
+def as_it_was(_: Any) -> None: ...
+
+
+@TRANSPORTS
+def test_layers_are_promoted_by_a_push_that_changes_them(transport: Any) -> None:
+    host, source = ToyHost(Model(), as_it_is), weights(1)
+    as_it_is(host.model, "a.weight", source["a.weight"])
+    with WeightSync(source, [ToyEngine(host)], transport=transport, timeout=20) as sync:
+        first = sync.push("first").engines[0]
+        assert (first.direct, first.reload) == (("b",), {"a": "not proved yet"})  # `a` had these weights already
+        for name, tensor in weights(2).items():
+            source[name].copy_(tensor)
+        assert sync.push("second").engines[0].direct == ("a", "b")
+        assert torch.equal(host.model.get_parameter("a.weight"), source["a.weight"])
+
+
+@TRANSPORTS
+@pytest.mark.parametrize(
+    ("fill", "finish"), [(scaled, as_it_was), *((as_it_is, f) for f in (in_float32, by_columns, with_one_element_wrong))]
+)
+def test_a_layer_that_is_stored_in_another_way_stays_on_reload(
+    transport: Any, fill: Callable[..., None], finish: Callable[[Any], None]
+) -> None:
+    source = weights(1)
+    with WeightSync(source, [ToyEngine(ToyHost(Model(), fill, finish))], transport=transport, timeout=20) as sync:
+        engine = sync.push("first").engines[0]
+    assert engine.direct == ("b",)
+    assert engine.reload == {"a": "a.weight is not stored as the checkpoint has it"}
