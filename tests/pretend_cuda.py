@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from instep.digest import BLOCK_WORDS, MASK, inner_weights, mix
+from instep import digest_cuda
+from instep.digest import BLOCK_WORDS, inner_weights, mix
 from instep.digest_cuda import EXPONENTS, Run
 from instep.receiver import pull, stream, watch
-from instep.transport import driver, exposed, ipc, ipc_reader, tally
+from instep.transport import broadcast, driver, exposed, group, ipc, ipc_reader, tally
 
 PAGE = 1 << 21
 """Of a pretended allocation: as in PyTorch's allocator, many tensors share one, and some move within it."""
@@ -41,10 +42,21 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     for module in (exposed, ipc_reader, pull, stream, tally, watch):
         monkeypatch.setattr(module, "Table", Table)
-    for module in (stream, tally):
-        monkeypatch.setattr(module, "added", added)
     monkeypatch.setattr(ipc_reader, "OPENED", {})
     monkeypatch.setattr(ipc_reader, "current_gpu", lambda: torch.device("cpu"))
+
+
+def pretend_nccl(monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
+    """Gloo carries what NCCL would, in buckets of so many bytes."""
+    pretend(monkeypatch)
+    monkeypatch.setitem(group.BACKENDS, "nccl", group.BACKENDS["gloo"])
+    monkeypatch.setitem(broadcast.WAYS, "nccl", broadcast.Way(bucket, "commit", on_gpu=True))
+    consider = broadcast.BroadcastTransport.consider
+
+    def anything(self: broadcast.BroadcastTransport, device: torch.device, workers: Any) -> None:
+        consider(self, device, workers)
+
+    monkeypatch.setattr(broadcast.BroadcastTransport, "consider", anything)
 
 
 def attach(handle: bytes) -> int:
@@ -60,10 +72,11 @@ class Table:
 
     def __init__(self, runs: Sequence[Run], slots: int, device: torch.device, *, copy: bool, sums: torch.Tensor | None = None) -> None:
         Table.made += 1
-        self.runs, self.slots, self.copy, self.told = runs, slots, copy, sums
+        self.runs, self.copy = runs, copy
+        self.sums = torch.zeros(2 * slots, dtype=torch.int64) if sums is None else sums
 
     def launch(self) -> None:
-        self.sums, self.flags = [0] * self.slots, [False] * self.slots
+        sums, flags = (part.numpy().view(np.uint64) for part in self.sums.zero_().chunk(2))
         for run in self.runs:
             at, to, position = (
                 np.add.outer(np.arange(run.rows) * stride, np.arange(run.row_words)).reshape(-1)
@@ -78,22 +91,12 @@ class Table:
             position = (position + run.position).astype(np.uint64)
             outer = mix(position // np.uint64(BLOCK_WORDS) + np.uint64(run.seed)) | np.uint64(1)
             folded = words + (words >> np.uint64(32))
-            self.sums[run.slot] += int((folded * outer * inner_weights()[position % np.uint64(BLOCK_WORDS)]).sum())
+            sums[run.slot : run.slot + 1] += (folded * outer * inner_weights()[position % np.uint64(BLOCK_WORDS)]).sum()
             mask, lowest, carry = (np.uint64(value) for value in EXPONENTS.get(run.dtype, (0, 0, 0)))
-            self.flags[run.slot] |= bool((((words & mask) + lowest) & carry).any())
-        if self.told is not None:
-            told = [*self.result()[0], *self.flags]
-            self.told.copy_(torch.from_numpy(np.array(told, np.uint64).view(np.int64)))
+            flags[run.slot] |= np.uint64((((words & mask) + lowest) & carry).any())
 
     def result(self) -> tuple[list[int], list[bool]]:
-        return [value & MASK for value in self.sums], self.flags
-
-
-def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
-    """`digest_cuda.added`."""
-    results = [table.result() for table in tables]
-    sums = [sum(parts) & MASK for parts in zip(*(sums for sums, _ in results), strict=True)]
-    return sums, [any(flags) for flags in zip(*(flags for _, flags in results), strict=True)]
+        return digest_cuda.added([self])  # type: ignore[list-item]
 
 
 def _memory(address: int, words: int) -> Any:

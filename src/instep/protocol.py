@@ -27,8 +27,8 @@ def dtype_name(dtype: object) -> str:
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """One checkpoint tensor, by the name that `save_pretrained` would write. alias_of: another tensor of the same list that has the same
-    bytes (a tied head); an engine that keeps the two apart reads them twice, one that ties them does not miss it."""
+    """One checkpoint tensor, by the name that `save_pretrained` would write. alias_of: another tensor of the same list with the same bytes
+    (a tied head). An engine that keeps the two apart reads them twice."""
 
     name: str
     dtype: str
@@ -213,9 +213,10 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Again(msgspec.Struct, frozen=True):
-    """Prepare what was prepared last once more, as another version. address: of its location. left_at: as in `PrepareRequest`."""
+    """Prepare what was prepared last once more, as another version. address, sending: of its location. left_at: as in `PrepareRequest`."""
 
     address: str
+    sending: str
     base: str | None
     left_at: str | None
 
@@ -247,10 +248,8 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
 
 
 class DigestRequest(msgspec.Struct, frozen=True):
-    """Asks what a worker holds of the tensors `names`. The whole list and its signature are those of `TraceRequest`.
-
-    unordered: rather sum up the whole parameters that they go to, in whatever order their elements are (`digest.unordered`).
-    """
+    """Asks what a worker holds of the tensors `names`. The whole list and its signature are those of `TraceRequest`. unordered: rather sum
+    up the whole parameters that they go to, in whatever order their elements are (`digest.unordered`)."""
 
     tensors: list[TensorMeta]
     signature: str

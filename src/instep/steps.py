@@ -33,6 +33,7 @@ class Push:
         self.finished: Published | None = None  # `published`, once it has its digests
         self.look: Look | None = None  # at the source, of this moment: nothing was waited for since
         self.trusting = False  # the engines are taken to be as the last push has left them
+        self.alone = False  # a single one is prepared in the commit
         self.done: Receipt | None = None
         self.started = time.perf_counter()
 
@@ -131,7 +132,8 @@ class Push:
         Where the transport does not get the version to an engine, the next one is tried: hence the manifest. A single engine that is
         known, and finds the bytes where it found them last, prepares them in the commit: no other engine depends on whether it can.
         """
-        if self._alone(members, manifest):
+        self.alone = self._alone(members, manifest)
+        if self.alone:
             return list(members), manifest
         members = [member for member in members if member.failure is None]
         failure = await self._prepare(members, manifest)
@@ -147,9 +149,8 @@ class Push:
         return [member for member in members if member.failure is None], manifest
 
     def _alone(self, members: Sequence[Member], manifest: Manifest) -> bool:
-        told = self.published is not None and self.published.launch > 0
         known = self.trusting and len(members) == 1 and members[0].address == manifest.location.address
-        return told and known and isinstance(members[0].engine, AtOnce)
+        return known and self.session.transport.late and isinstance(members[0].engine, AtOnce)
 
     async def _ask(self, manifest: Manifest) -> tuple[list[Member], Manifest]:
         """Where an engine that was taken to be as it was left has refused: asks all, and publishes for them."""
@@ -177,9 +178,9 @@ class Push:
 
         Hence the manifest: an engine that was not prepared and has refused, with nothing lost, is asked why, as any other.
         """
-        session, alone = self.session, self._alone(members, manifest)
+        session = self.session
         done = await self._commit(members, manifest)
-        if alone and members[0].failure and members[0].serving == "old":
+        if self.alone and members[0].failure and members[0].serving == "old":
             members, manifest = await self.prepare(*await self._ask(manifest))
             done = await self._commit(members, manifest)
         if done:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import greedy
+from engines import Generated, greedy
 from models import PROMPTS, tiny
 
 from instep import WeightSync
@@ -23,16 +23,22 @@ def llm(engine: Callable[..., Any], checkpoints: Callable[[str, int], Path]) -> 
         del os.environ["INSTEP_TEST_PLAIN"]
 
 
+def alike(found: Generated, wanted: Generated) -> bool:
+    """Not bit for bit: the reference computes with packed weights, and rounds otherwise on some processors."""
+    same = [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+    return same and all(scores == pytest.approx(others, abs=1e-4) for (_, scores), (_, others) in zip(found, wanted, strict=True))
+
+
 def test_promoted_layers_are_copied_straight_into_live_storage(llm: Any, reference: Callable[..., Any]) -> None:
     """The first push reloads everything; the second copies every layer directly, is read back bit for bit, and moves no address."""
     model = tiny("qwen3", 2)
     with WeightSync(source=model, engines=[llm], canary=PROMPTS[0]) as sync:
         sync.push("one")
-        assert greedy(llm, PROMPTS) == reference("qwen3", 2)
+        assert alike(greedy(llm, PROMPTS), reference("qwen3", 2))
         before = llm.collective_rpc("addresses")
         model.load_state_dict(tiny("qwen3", 3).state_dict())
         receipt = sync.push("two")
-        assert greedy(llm, PROMPTS) == reference("qwen3", 3)
+        assert alike(greedy(llm, PROMPTS), reference("qwen3", 3))
         assert llm.collective_rpc("addresses") == before
         (engine,) = receipt.engines
         assert engine.reload == {}

@@ -10,29 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_cuda import Table, pretend
+from pretend_cuda import Table, pretend_nccl
 from toys import Checkpoint, checkpoint
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import DigestMismatch, InstepError, SourceError, SyncError
 from instep.plan.buckets import ALIGN
 from instep.receiver.stream import Streamed
-from instep.transport import broadcast, group, incoming, tally
-from instep.transport.broadcast import BroadcastTransport, Way
+from instep.transport import broadcast, incoming, tally
 from instep.transport.group import Group
 
 
 @pytest.fixture(autouse=True, params=[1, 3], ids=["small buckets", "larger buckets"])
 def card(monkeypatch: pytest.MonkeyPatch, segments: Any, request: pytest.FixtureRequest) -> None:
-    pretend(monkeypatch)
-    monkeypatch.setitem(group.BACKENDS, "nccl", group.BACKENDS["gloo"])
-    monkeypatch.setitem(broadcast.WAYS, "nccl", Way(request.param * ALIGN, "commit", on_gpu=True))
-    consider = BroadcastTransport.consider
-
-    def anything(self: BroadcastTransport, device: torch.device, workers: Any) -> None:
-        consider(self, device, workers)
-
-    monkeypatch.setattr(BroadcastTransport, "consider", anything)
+    pretend_nccl(monkeypatch, request.param * ALIGN)
 
 
 def step(weights: Checkpoint) -> None:

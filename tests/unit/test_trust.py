@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pretend_cuda import pretend
+from pretend_cuda import pretend, pretend_nccl
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine import CachePolicy
 from instep.engine.at_once import goes_on
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineLost, VersionConflict
-from instep.receiver.pull import Puller
+from instep.plan.buckets import ALIGN
+from instep.receiver.arrival import Proof, Pulled
+from instep.receiver.stream import Streamed
 from instep.transport import driver
 
 pytestmark = pytest.mark.usefixtures("segments")
@@ -136,12 +138,15 @@ def test_a_commit_at_once_that_is_refused_leaves_the_engine_as_it_was() -> None:
         assert (engine.paused, same(engine, ONE)) == (False, True)
 
 
-@pytest.fixture
-def over_ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WeightSync, AtOnceEngine, dict[str, Any]]]:
+ONLY_IPC = pytest.mark.parametrize("alone", ["ipc"], indirect=True)
+
+
+@pytest.fixture(params=["ipc", "nccl"])
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WeightSync, AtOnceEngine, dict[str, Any]]]:
     """A trainer, and the only engine that it pushes to. The bytes are moved in the commit."""
-    pretend(monkeypatch)
+    pretend_nccl(monkeypatch, ALIGN)
     engine, source = AtOnceEngine(START), {name: tensor.clone() for name, tensor in ONE.items()}
-    with WeightSync(source, [engine], transport="ipc") as sync:
+    with WeightSync(source, [engine], transport=request.param, timeout=20) as sync:
         sync.push("one")
         engine.calls.clear()
         yield sync, engine, source
@@ -153,8 +158,13 @@ def fill(source: dict[str, Any], weights: dict[str, Any]) -> None:
         tensor.copy_(weights[name])
 
 
-def test_an_engine_alone_is_prepared_in_its_commit_and_looks_at_the_trainers_sums_by_itself(over_ipc: Any) -> None:
-    sync, engine, source = over_ipc
+def wrong(proof: Proof) -> Proof:
+    parts = {name: part + 1 for name, part in proof.parts.items()}
+    return Proof(proof.tensors, False, proof.wholes, parts)
+
+
+def test_an_engine_alone_is_prepared_in_its_commit_and_looks_at_the_trainers_sums_by_itself(alone: Any) -> None:
+    sync, engine, source = alone
     for version, weights in (("two", TWO), ("three", START)):
         fill(source, weights)
         engine.calls.clear()
@@ -178,8 +188,8 @@ def test_several_engines_are_prepared_before_any_commits(monkeypatch: pytest.Mon
         assert all(same(engine, ONE) for engine in engines)
 
 
-def test_an_engine_alone_that_was_restarted_is_brought_along(over_ipc: Any) -> None:
-    sync, engine, source = over_ipc
+def test_an_engine_alone_that_was_restarted_is_brought_along(alone: Any) -> None:
+    sync, engine, source = alone
     vars(engine).update(vars(engine.restart(START)))
     fill(source, TWO)
     sync.push("two")
@@ -187,9 +197,9 @@ def test_an_engine_alone_that_was_restarted_is_brought_along(over_ipc: Any) -> N
     assert (engine.version, engine.paused, same(engine, TWO)) == ("two", False, True)
 
 
-def test_an_engine_alone_that_another_trainer_has_pushed_to_goes_on_with_that(over_ipc: Any) -> None:
-    sync, engine, source = over_ipc
-    with WeightSync(TWO, [engine], transport="ipc") as other:
+def test_an_engine_alone_that_another_trainer_has_pushed_to_goes_on_with_that(alone: Any) -> None:
+    sync, engine, source = alone
+    with WeightSync(TWO, [engine], transport="shm") as other:
         other.push("others")
     fill(source, START)
     with pytest.raises(VersionConflict, match="another trainer pushes to it"):
@@ -198,16 +208,17 @@ def test_an_engine_alone_that_another_trainer_has_pushed_to_goes_on_with_that(ov
     assert engine.generate([1], 1)
 
 
-def test_an_engine_alone_that_does_not_serve_the_base_keeps_what_it_serves(over_ipc: Any) -> None:
-    sync, engine, source = over_ipc
+def test_an_engine_alone_that_does_not_serve_the_base_keeps_what_it_serves(alone: Any) -> None:
+    sync, engine, source = alone
     fill(source, TWO)
     with pytest.raises(VersionConflict, match="follows 'zero', but the engine serves 'one'"):
         sync.push("two", base="zero")
     assert (engine.version, engine.paused, same(engine, ONE)) == ("one", False, True)
 
 
-def test_where_the_trainers_sums_are_late_it_compares_them_itself(over_ipc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync, engine, source = over_ipc
+@ONLY_IPC
+def test_where_the_trainers_sums_are_late_it_compares_them_itself(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, engine, source = alone
     monkeypatch.setattr(driver, "read", lambda _, nbytes: bytes(nbytes))  # of no launch
     fill(source, TWO)
     sync.push("two")
@@ -215,11 +226,11 @@ def test_where_the_trainers_sums_are_late_it_compares_them_itself(over_ipc: Any,
     assert same(engine, TWO)
 
 
-def test_an_engine_whose_sums_differ_is_not_resumed(over_ipc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync, engine, source = over_ipc
+def test_an_engine_whose_sums_differ_is_not_resumed(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, engine, source = alone
     fill(source, TWO)
-    sums = Puller.sums
-    monkeypatch.setattr(Puller, "sums", lambda self: {name: part + 1 for name, part in sums(self).items()})
+    for kind in (Pulled, Streamed):
+        monkeypatch.setattr(kind, "prove", lambda self, _, prove=kind.prove: wrong(prove(self, _)))
     with pytest.raises(DigestMismatch, match="DIRTY"):
         sync.push("two")
     assert (engine.version, engine.calls) == ("one", ["at once", "pause", "commit"])

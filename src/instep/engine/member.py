@@ -262,7 +262,7 @@ class Member:
             whole = request
             if self.trusted and self.address == manifest.location.address:
                 self.holding.add(self.address)
-                whole = structs.replace(request, again=Again(self.address, manifest.base, self.version))
+                whole = structs.replace(request, again=Again(self.address, manifest.location.sending, manifest.base, self.version))
             answers = await self.bounded("commit", self.engine.commit_at_once(self._request(whole), caches, request.version))
             if answers is not None:
                 receipts = self._told("commit", WorkerReceipt, answers)

@@ -196,7 +196,8 @@ class Receiver:
         last = self.last
         if last is None or last.manifest.location.address != again.address:
             raise VersionConflict(f"what version {version!r} was to be prepared as is not what was prepared here last")
-        manifest = structs.replace(last.manifest, version=version, base=again.base, digests={})
+        location = structs.replace(last.manifest.location, sending=again.sending)
+        manifest = structs.replace(last.manifest, version=version, base=again.base, digests={}, location=location)
         self._prepare(session, structs.replace(last, manifest=manifest, left_at=again.left_at))
 
     def _is_as_left(self, wanted: PrepareRequest) -> bool:

@@ -112,7 +112,8 @@ class Streamed:
         self.manifest, self.reader = manifest, reader
         self.wholes: dict[str, int] = {}
         self.parts: dict[str, int] = {}
-        self.told: list[watch.Summary] = []
+        self.theirs: dict[str, int] = {}
+        self.watched: list[watch.Summary] = []
         reader.begin()  # nothing is written before it is known that all take part
 
     def move(self, copies: Copies, watched: Copies | None) -> Mapping[str, torch.Tensor]:
@@ -128,10 +129,10 @@ class Streamed:
             for piece in scatter.pieces[index]:
                 here = bucket[piece.at : piece.at + piece.stop - piece.start]
                 aside.rooms[piece.meta.name][piece.start : piece.stop].copy_(here)
-        self.reader.settle()
+        self.theirs = self.reader.told()
         for routes in scatter.moves.odd.values():
             copy_regions(routes, copies.live, aside)
-        self.wholes, self.parts, self.told = scatter.sums()
+        self.wholes, self.parts, self.watched = scatter.sums()
         self.copies, self.aside = copies, aside
         return aside
 
@@ -139,18 +140,19 @@ class Streamed:
         return watch.held(watched, self.aside.metas, self.reader.device, self.aside)
 
     def brought(self, _: Copies) -> Sequence[object]:
-        return self.told
+        return self.watched
 
     def settle(self) -> None:
         self.reader.settle()
 
     def prove(self, applier: Applier) -> Proof:
-        """The sums: the trainer compares them with its own.
+        """The sums, for the trainer to compare with its own: unless all of them are here, and are those that it has sent.
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
         check_places(self.copies, applier)
-        return Proof(len(self.wholes | self.parts), wholes=self.wholes, parts=self.parts)
+        sums = self.wholes | self.parts
+        return Proof(len(sums), sums == self.theirs, self.wholes, self.parts)
 
     def forget(self) -> None:
         """Nothing is held."""

@@ -5,7 +5,7 @@ packed, and the one before is looked through. Nobody holds more than two, except
 
 Gloo sends in `prepare`, into memory of each worker's own, while engines go on generating: a peer that dies leaves every engine with what
 it served. NCCL sends in `commit`, between two engine steps, straight into live parameters: there is no room for a second model on a
-GPU, and its collectives must not run beside the engine's own.
+GPU, and its collectives must not run beside the engine's own. The sums of all tensors follow the last bucket.
 """
 
 from __future__ import annotations
@@ -187,6 +187,8 @@ class BroadcastTransport:
         for index, bucket in enumerate(self._packed(tensors, values, room)):
             under_way.append(group.broadcast(bucket))
             tally.add(index, bucket)
+        if (sums := tally.told()) is not None:
+            under_way.append(group.broadcast(sums))
         while under_way:
             group.wait(under_way.popleft())
         group.settle()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from instep.digest import MASK
 from instep.digest_cuda import warm_up
 from instep.errors import TransportError
 from instep.plan.buckets import buckets
@@ -89,8 +90,9 @@ class StreamReader:
         self.location, self.me, self.device = manifest.location, me, torch.device(me.device)
         self.group: Group | None = None
         self.parts: list[torch.Tensor] = []  # the room of each bucket
+        self.names: list[str] = []
 
-    def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
+    def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
         """Joins. Nothing arrives before the commit."""
         warm_up(self.device)
         self.group = join(self.location, self.me, self.device)
@@ -98,6 +100,8 @@ class StreamReader:
             self.group.rooms = [torch.empty(self.location.bucket, dtype=torch.uint8, device=self.device) for _ in range(2)]
         edges = enumerate(buckets(self.location.nbytes, self.location.bucket))
         self.parts = [self.group.rooms[index % 2][: high - low] for index, (low, high) in edges]
+        self.names = [meta.name for meta in tensors]
+        self.board = torch.empty(len(tensors), dtype=torch.int64, device=self.device)
         return {}
 
     def begin(self) -> None:
@@ -114,6 +118,13 @@ class StreamReader:
         if self.first is not None:
             for index in chain([self.first], self.under_way):
                 yield index, self.parts[index]
+
+    def told(self) -> dict[str, int]:
+        """After the last bucket: the trainer's own sums, by tensor."""
+        assert self.group is not None
+        self.group.wait(self.group.broadcast(self.board))
+        self.group.settle()
+        return {name: value & MASK for name, value in zip(self.names, self.board.tolist(), strict=True)}
 
     def settle(self) -> None:
         assert self.group is not None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from instep.digest import BLOCK_BYTES, MASK, all_flags, all_sums, from_flags, from_sums, seed_of
-from instep.digest_cuda import Table, added, in_one
+from instep.digest_cuda import Table, in_one
 from instep.errors import SourceError
 from instep.plan.buckets import Piece, buckets, layout, pieces
 from instep.protocol import TensorMeta
@@ -22,6 +21,9 @@ Result = tuple[dict[str, int], tuple[str, ...]]
 class Tally(Protocol):
     def add(self, index: int, bucket: torch.Tensor) -> None:
         """Bucket `index` is complete: a flat tensor of bytes, laid out as `plan.buckets.pieces` says, zeros between tensors."""
+
+    def told(self) -> torch.Tensor | None:
+        """When every bucket was added: the sums without seeds, for whoever got the buckets. None where they are told otherwise."""
 
     def result(self) -> Result:
         """When every bucket was added. Digest of each tensor by name; names of those that are not finite."""
@@ -43,6 +45,9 @@ class HostTally:
         self.sums[here] = all_sums(data)
         for dtype, flags in self.flags.items():
             flags[here] = all_flags(data, dtype)
+
+    def told(self) -> None:
+        return None
 
     def result(self) -> Result:
         flagged = from_flags(self.flags, self.own, self.offsets) if self.flags else []
@@ -68,10 +73,12 @@ class DeviceTally:
         self.moved: list[list[Table]] = [[] for _ in self.pieces]
         self.found: dict[str, int] = {}  # the same in the version that is packed now
         self.used: dict[int, list[Table]] = {}
+        self.board = torch.zeros(2 * len(self.own), dtype=torch.int64, device=rooms[0].device)  # sums, then how many flags there are
 
     def begin(self) -> None:
         """Another version."""
         self.found, self.used = {}, {}
+        self.board.zero_()
 
     def pack(self, values: Iterable[tuple[str, torch.Tensor]], room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """As `broadcast.pack`."""
@@ -106,10 +113,15 @@ class DeviceTally:
         if index not in self.used:
             self.used[index] = [self.read[index]]
             self.read[index].launch()
+        for table in self.used[index]:
+            self.board.add_(table.sums)
+
+    def told(self) -> torch.Tensor:
+        return self.board[: len(self.own)]
 
     def result(self) -> Result:
         """And makes the tables for the next version, if something lies elsewhere."""
-        parts, flags = added(chain.from_iterable(self.used.values()))
+        parts, flags = (part.tolist() for part in self.board.cpu().chunk(2))
         if self.found != self.places:
             self.places = self.found
             self.moved = [self._both(index, here) for index, here in enumerate(self.pieces)]
