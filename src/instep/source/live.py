@@ -1,10 +1,10 @@
-"""The tensors of a live module, and whether they are still the same. A push asks for it: hence plain loops in C that keep nothing."""
+"""The tensors of a live module, and whether they are still the same. A push asks for it: hence plain loops in C."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import eq, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -48,12 +48,12 @@ class Live:
         return (
             root is self._root
             and len(filled) == len(self._registries)
-            and _all(is_, filled, self._registries)
-            and _all(eq, map(len, filled), self._sizes)
-            and _all(eq, chain.from_iterable(filled), self._keys)
-            and _all(is_, chain.from_iterable(map(dict.values, filled)), self._objects)
+            and _same(filled, self._registries)
+            and list(map(len, filled)) == self._sizes
+            and list(chain.from_iterable(filled)) == self._keys
+            and _same(chain.from_iterable(map(dict.values, filled)), self._objects)
             and (self._not_saved(), adapter_state(self._adapters)) == self._facts
-            and all(_all(eq, map(fact, self.tensors), known) for fact, known in zip(FACTS, self._identities, strict=True))
+            and all(list(map(fact, self.tensors)) == known for fact, known in zip(FACTS, self._identities, strict=True))
         )
 
     def _filled(self) -> list[dict[str, Any]]:
@@ -64,8 +64,8 @@ class Live:
         return [set(module._non_persistent_buffers_set) for module in self._with_buffers]
 
 
-def _all(holds: Any, *sequences: Iterable[Any]) -> bool:
-    return all(map(holds, *sequences))
+def _same(found: Iterable[Any], known: Iterable[Any]) -> bool:
+    return all(map(is_, found, known))
 
 
 def _named_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
