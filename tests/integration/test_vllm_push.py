@@ -96,8 +96,10 @@ def test_what_is_served_is_told_from_another_checkpoint(served: tuple[str, Any],
     same, other = (asyncio.run(verify(checkpoints(family, seed), llm)) for seed in (3, 2))
     assert (same.version, same.differing) == ("compared", {})
     assert same.equal > 0
-    assert all(".experts." in name for name in same.unread)
-    assert bool(same.unread) == (family == "qwen3_moe")
+    amx = torch.cpu._is_amx_tile_supported()  # there vLLM packs linear layers, and keeps no plain weights of them
+    packed = (".experts.", "_proj.", "lm_head.", ".gate.") if amx else (".experts.",)
+    assert all(any(part in name for part in packed) for name in same.unread)
+    assert bool(same.unread) == (amx or family == "qwen3_moe")
     assert other.differing
 
 
