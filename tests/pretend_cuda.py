@@ -43,6 +43,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (exposed, ipc_reader, pull, stream, tally, watch):
         monkeypatch.setattr(module, "Table", Table)
     monkeypatch.setattr(ipc_reader, "OPENED", {})
+    monkeypatch.setattr(ipc_reader, "WARM", set())
     monkeypatch.setattr(ipc_reader, "current_gpu", lambda: torch.device("cpu"))
 
 

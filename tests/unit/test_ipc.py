@@ -16,7 +16,7 @@ from instep.errors import ApplyError, DigestMismatch, SourceError
 from instep.receipt import Receipt
 from instep.receiver.state import Receiver
 from instep.source.module import MappingSource
-from instep.transport import driver
+from instep.transport import driver, ipc_reader
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +153,22 @@ def test_a_push_of_tensors_that_stay_lays_nothing_out_anew(counted: Callable[[],
             push(sync, weights, version)
             assert counted() == (0, 0)
             assert holds(engine.host.model, weights)
+
+
+def test_kernels_are_ready_before_an_engine_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compile them takes most of a second."""
+    events: list[str] = []
+    monkeypatch.setattr(ipc_reader, "warm_up", lambda device: events.append("ready"))
+
+    class Engine(ToyEngine):
+        async def pause(self, caches: Any) -> None:
+            events.append("paused")
+
+    weights = {"w": torch.randn(5, 4).to(torch.bfloat16)}
+    with WeightSync(weights, [Engine(ToyHost(Layers(4), fill))]) as sync:
+        push(sync, weights, "a")
+        push(sync, weights, "b")
+    assert events == ["ready", "paused", "paused"]
 
 
 def test_tensors_that_have_moved_within_their_allocation_are_found_there() -> None:

@@ -64,7 +64,7 @@ class Stage:
 class StageReader:
     """A stage as a receiver reads it: nothing is left to fetch, and the bytes were compared with what the sender said when they came."""
 
-    arrived, fetches, split = True, False, False
+    arrived, fetches, split, streams = True, False, False, False
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage

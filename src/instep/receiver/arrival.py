@@ -144,7 +144,7 @@ def arrive(manifest: Manifest, reader: Reader, launch: int = 0) -> Any:
     """
     if reader.arrived:
         return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors})
-    if not reader.fetches:
+    if not reader.streams:
         return Pulled(manifest, reader, launch)
     from instep.receiver.stream import Streamed
 

@@ -131,6 +131,9 @@ class Reader(Protocol):
     fetches: bool
     """Whether there is anything to do before the commit."""
 
+    streams: bool
+    """Whether the bytes pass by in the commit, in buckets."""
+
     split: bool
     """Whether `arrive` looks at this worker's share alone, and takes the other bytes for zeros."""
 

@@ -84,7 +84,8 @@ class StagedReader(Mapped):
 class StreamReader:
     """A worker's side where versions pass by in the commit, in two buckets on its GPU that stay with the group."""
 
-    arrived, fetches, split = False, True, False
+    arrived = split = False
+    fetches = streams = True
 
     def __init__(self, manifest: Manifest, me: Me) -> None:
         self.location, self.me, self.device = manifest.location, me, torch.device(me.device)

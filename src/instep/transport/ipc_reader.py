@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from instep.digest import MASK
-from instep.digest_cuda import Table
+from instep.digest_cuda import Table, warm_up
 from instep.errors import TransportError
 from instep.plan.overlap import Rows
 from instep.protocol import Manifest, TensorMeta
@@ -22,6 +22,10 @@ OPENED: dict[bytes, int] = {}
 """Handles that this process has mapped, and where. Opening one twice in a process is an error of the driver."""
 
 
+WARM: set[torch.device] = set()
+"""GPUs of this process that have the kernels."""
+
+
 def current_gpu() -> torch.device:
     """Of this worker. Raises `TransportError` where it has none."""
     if not torch.cuda.is_available():
@@ -32,10 +36,11 @@ def current_gpu() -> torch.device:
 class IpcReader:
     """On the worker's current device. Addresses stay mapped from version to version, in `OPENED`."""
 
-    arrived = fetches = split = False
+    arrived = split = streams = False
 
     def __init__(self, manifest: Manifest, _: Me) -> None:
         self.device = current_gpu()
+        self.fetches = self.device not in WARM
         self.location = manifest.location
         self.metas = {meta.name: meta for meta in manifest.tensors}
         if new := [handle for handle in self.location.handles if handle not in OPENED]:
@@ -81,7 +86,9 @@ class IpcReader:
         return dict(zip(names, sums.tolist(), strict=True))
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
-        """Nothing: bytes are pulled, and summed up, in the commit."""
+        """No bytes: they are pulled, and summed up, in the commit. The first time takes what the kernels need to be ready for that."""
+        warm_up(self.device)
+        WARM.add(self.device)
         return {}
 
     def stop(self) -> None: ...

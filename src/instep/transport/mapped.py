@@ -19,7 +19,7 @@ class Mapped:
     """The part of a `Reader` that follows from having the bytes."""
 
     arrived = fetches = True
-    split = False
+    split = streams = False
 
     def __init__(self, manifest: Manifest, file: int) -> None:
         location = manifest.location
