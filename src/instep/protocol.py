@@ -234,7 +234,7 @@ class CommitRequest(msgspec.Struct, frozen=True):
 class WorkerReceipt(msgspec.Struct, frozen=True):
     """What one worker did in a commit, with seconds by phase. read_back: how many tensors were proved in it, by comparing live storage or
     by sums taken while they were pulled (see `digest.py`). wholes, parts: these sums, of whole tensors, and of what its routes read of one.
-    proved: whether it has seen by itself that it holds the trainer's bytes; otherwise the trainer adds up what the workers tell."""
+    theirs: the trainer's own, where they can be read. proved: whether it has seen by itself that it holds the trainer's bytes."""
 
     rank: int
     seconds: dict[str, float]
@@ -244,6 +244,7 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     read_back: int
     wholes: dict[str, int] = {}
     parts: dict[str, int] = {}
+    theirs: dict[str, int] = {}
     proved: bool = False
 
 

@@ -48,6 +48,7 @@ def test_nccl_pushes_are_bit_equal_and_stream_into_live_storage(other_gpu: Any) 
         second = sync.push("two")
         assert greedy(other_gpu, PROMPTS) == from_disk
         assert used(sync) == "nccl"
+        assert "prepare" not in second.seconds  # one call
         assert second.engines[0].reload == {}
         assert second.engines[0].read_back == second.tensors
         with torch.no_grad():

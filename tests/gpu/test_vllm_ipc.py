@@ -12,6 +12,8 @@ import torch
 from gpu_models import PROMPTS, folder, greedy, model, start, stop_vllm
 
 from instep import WeightSync
+from instep.errors import DigestMismatch, EngineDirty
+from instep.transport.ipc import IpcTransport
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
 
@@ -43,12 +45,40 @@ def test_pushes_are_pulled_straight_into_live_storage(llm: Any, from_disk: Any) 
         assert greedy(llm, PROMPTS) == from_disk
         assert sync._session.current is not None
         assert sync._session.current.location.transport == "ipc"
+        assert "prepare" not in receipt.seconds  # one call
         (engine,) = receipt.engines
         assert engine.reload == {}
         assert engine.read_back == receipt.tensors
         with torch.no_grad():
             trainer.model.norm.weight[5] = float("nan")
         assert sync.push("three").non_finite == ("model.norm.weight",)
+
+
+def test_bytes_that_are_not_those_that_the_trainer_summed_up_are_not_served(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker looks at the trainer's sums, which lie on the GPU, and does not go on."""
+    trainer = model("tiny", 4, "cuda:0")
+    weight, publish = trainer.model.norm.weight, IpcTransport.publish
+
+    def changed(self: IpcTransport, *arguments: Any) -> Any:
+        published = publish(self, *arguments)
+        torch.cuda.synchronize()  # the sums are taken
+        with torch.no_grad():
+            weight[3] += 1
+        return published
+
+    with WeightSync(trainer, [llm]) as sync:
+        sync.push("sound")
+        sound, kept = greedy(llm, PROMPTS), weight.detach().clone()
+        with monkeypatch.context() as context:
+            context.setattr(IpcTransport, "publish", changed)
+            with pytest.raises(DigestMismatch, match=r"(?s)model\.norm\.weight.*DIRTY"):
+                sync.push("changed")
+        with pytest.raises(EngineDirty):
+            greedy(llm, PROMPTS)
+        with torch.no_grad():
+            weight.copy_(kept)
+        sync.push("mended")
+        assert greedy(llm, PROMPTS) == sound
 
 
 def test_memory_stays_flat(llm: Any) -> None:

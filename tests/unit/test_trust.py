@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine import CachePolicy
-from instep.engine.at_once import goes_on
+from instep.engine.at_once import goes_on, went_on
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineLost, VersionConflict
 from instep.plan.buckets import ALIGN
+from instep.protocol import WorkerReceipt
 from instep.receiver.arrival import Proof, Pulled
 from instep.receiver.stream import Streamed
 from instep.transport import driver
@@ -138,15 +141,16 @@ def test_a_commit_at_once_that_is_refused_leaves_the_engine_as_it_was() -> None:
         assert (engine.paused, same(engine, ONE)) == (False, True)
 
 
-ONLY_IPC = pytest.mark.parametrize("alone", ["ipc"], indirect=True)
+ONLY_IPC = pytest.mark.parametrize("alone", [("ipc", 1), ("ipc", 2)], indirect=True)
 
 
-@pytest.fixture(params=["ipc", "nccl"])
+@pytest.fixture(params=product(["ipc", "nccl"], [1, 2]), ids=lambda param: f"{param[0]}, {param[1]} workers")
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WeightSync, AtOnceEngine, dict[str, Any]]]:
     """A trainer, and the only engine that it pushes to. The bytes are moved in the commit."""
     pretend_nccl(monkeypatch, ALIGN)
-    engine, source = AtOnceEngine(START), {name: tensor.clone() for name, tensor in ONE.items()}
-    with WeightSync(source, [engine], transport=request.param, timeout=20) as sync:
+    transport, tp = request.param
+    engine, source = AtOnceEngine(START, tp=tp), {name: tensor.clone() for name, tensor in ONE.items()}
+    with WeightSync(source, [engine], transport=transport, timeout=20) as sync:
         sync.push("one")
         engine.calls.clear()
         yield sync, engine, source
@@ -160,7 +164,7 @@ def fill(source: dict[str, Any], weights: dict[str, Any]) -> None:
 
 def wrong(proof: Proof) -> Proof:
     parts = {name: part + 1 for name, part in proof.parts.items()}
-    return Proof(proof.tensors, False, proof.wholes, parts)
+    return replace(proof, parts=parts)
 
 
 def test_an_engine_alone_is_prepared_in_its_commit_and_looks_at_the_trainers_sums_by_itself(alone: Any) -> None:
@@ -236,3 +240,33 @@ def test_an_engine_whose_sums_differ_is_not_resumed(alone: Any, monkeypatch: pyt
     assert (engine.version, engine.calls) == ("one", ["at once", "pause", "commit"])
     with pytest.raises(EngineDirty):
         engine.generate([1], 1)
+
+
+def receipt(theirs: dict[str, int], proved: bool = False, **told: dict[str, int]) -> WorkerReceipt:
+    return WorkerReceipt(0, {}, [], [], {}, 1, theirs=theirs, proved=proved, **told)
+
+
+THEIRS = {"w": 7, "norm": 3}
+HALVES = [receipt(THEIRS, parts={"w": part, "norm": 3}) for part in (2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("receipts", "on"),
+    [
+        ([receipt({}, proved=True)], True),
+        ([receipt({})], False),
+        (HALVES, True),
+        (HALVES[:1], False),
+        ([*HALVES, HALVES[0]], True),  # two hold the same part
+        ([HALVES[0], receipt(THEIRS, parts={"w": 6, "norm": 3})], False),
+        ([HALVES[0], receipt(THEIRS, parts={"w": 5, "norm": 4})], False),
+        ([HALVES[0], receipt(THEIRS, parts={"w": 5, "norm": 0})], False),  # one that has zeros
+        ([HALVES[0], receipt(THEIRS, parts={"w": 5}, wholes={"norm": 3})], True),
+        ([HALVES[0], receipt(THEIRS, parts={"w": 5}, wholes={"norm": 4})], False),
+        ([HALVES[0], receipt({"w": 8, "norm": 3}, parts={"w": 5, "norm": 3})], False),  # of another version
+        ([HALVES[0], receipt({}, parts={"w": 5, "norm": 3})], False),
+        ([receipt({"w": 0}, parts={"w": 1}), receipt({"w": 0}, parts={"w": (1 << 64) - 1})], True),
+    ],
+)
+def test_an_engine_goes_on_if_its_workers_have_proved_what_they_hold_alone_or_together(receipts: list[WorkerReceipt], on: bool) -> None:
+    assert went_on(receipts) == on

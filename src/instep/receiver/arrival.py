@@ -25,12 +25,13 @@ from instep.transport import Reader
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """tensors: how many were proved. complete: whether nothing is left to prove. wholes, parts: see `protocol.WorkerReceipt`."""
+    """tensors: how many were proved. complete: whether nothing is left to prove. wholes, parts, theirs: see `protocol.WorkerReceipt`."""
 
     tensors: int
     complete: bool = False
     wholes: dict[str, int] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
+    theirs: dict[str, int] = field(default_factory=dict)
 
 
 class Lazy(Mapping[str, torch.Tensor]):
@@ -117,15 +118,14 @@ class Pulled:
         torch.cuda.synchronize(self.reader.device)
 
     def prove(self, applier: Applier) -> Proof:
-        """How many tensors were summed up while they were pulled, and the sums, for the trainer to compare with its own: unless all of them
-        are here, and are those that its GPU has told.
+        """How many tensors were summed up while they were pulled, the sums, and those that the trainer's GPU has told.
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
         if self.puller is not None:
             check_places(self.puller.copies, applier)
         wholes, parts = self.reader.sums(), self.parts
-        return Proof(len(parts.keys() | wholes.keys()), wholes | parts == self.reader.told(self.launch), wholes, parts)
+        return Proof(len(parts.keys() | wholes.keys()), wholes=wholes, parts=parts, theirs=self.reader.told(self.launch))
 
     def forget(self) -> None:
         """Nothing is held: tensors are made when they are asked for."""

@@ -146,13 +146,12 @@ class Streamed:
         self.reader.settle()
 
     def prove(self, applier: Applier) -> Proof:
-        """The sums, for the trainer to compare with its own: unless all of them are here, and are those that it has sent.
+        """The sums, and those that the trainer has sent.
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
         check_places(self.copies, applier)
-        sums = self.wholes | self.parts
-        return Proof(len(sums), sums == self.theirs, self.wholes, self.parts)
+        return Proof(len(self.wholes | self.parts), wholes=self.wholes, parts=self.parts, theirs=self.theirs)
 
     def forget(self) -> None:
         """Nothing is held."""

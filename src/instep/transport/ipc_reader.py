@@ -73,15 +73,15 @@ class IpcReader:
             return {}
         return {name: value & MASK for name, value in zip(self.pulled, torch.stack(list(self.pulled.values()))[:, 0].tolist(), strict=True)}
 
-    def told(self, launch: int) -> dict[str, int] | None:
-        """The trainer's own sums of a launch, by tensor; None where they cannot be read, or not in time."""
+    def told(self, launch: int) -> dict[str, int]:
+        """The trainer's own sums of a launch, by tensor; none where they cannot be read, or not in time."""
         if not launch or self.location.board is None:
-            return None
+            return {}
         handle, at = self.location.board
         board, names, late = self.bases[handle] + at, self.location.places, time.monotonic() + PATIENCE
         while int.from_bytes(driver.read(board, 8), "little") != launch:
             if time.monotonic() > late:
-                return None
+                return {}
         sums = np.frombuffer(driver.read(board + 8, 8 * len(names)), np.uint64)
         return dict(zip(names, sums.tolist(), strict=True))
 
