@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from operator import eq
 from typing import NamedTuple
 
 import msgspec
@@ -72,14 +71,14 @@ class Exposed:
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device, known: Mapping[int, bytes]) -> None:
-        self.parts = parts
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)  # makes the context current in this thread before the driver is called
             self.launches, slots = 0, len({part.meta.name for part in parts})
             self.board = torch.zeros(1 + 2 * slots, dtype=torch.int64, device=device)
             self.mark, sums = self.board[:1], self.board[1:]
-            memories = (self.board, *(part.memory for part in parts))
-            bases = {address: driver.allocation(address)[0] for address in dict.fromkeys(memory.data_ptr() for memory in memories)}
+            self.memories = [part.memory for part in parts]
+            self.addresses = list(map(torch.Tensor.data_ptr, self.memories))
+            bases = {address: driver.allocation(address)[0] for address in dict.fromkeys((self.board.data_ptr(), *self.addresses))}
             self.handles = {base: known.get(base) or _handle(base) for base in bases.values()}
         order = {base: index for index, base in enumerate(self.handles)}
         places: dict[str, list[Place]] = {}
@@ -89,7 +88,6 @@ class Exposed:
             place = Place(piece.written, order[base], part.address - base, piece.source_stride)
             places.setdefault(part.meta.name, []).append(place)
             runs.append(run_of(rows_of(place, part.meta, base), part.meta, len(places) - 1))
-        self.addresses = list(map(torch.Tensor.data_ptr, (part.memory for part in parts)))
         self.offer = Offer(list(self.handles.values()), places)
         base = bases[self.board.data_ptr()]
         self.board_at = order[base], self.board.data_ptr() - base
@@ -98,7 +96,7 @@ class Exposed:
 
     def stay(self) -> bool:
         """Whether the parts have their memory still: a trainer that offloads may give back a storage's while its tensors live."""
-        return all(map(eq, map(torch.Tensor.data_ptr, (part.memory for part in self.parts)), self.addresses))
+        return list(map(torch.Tensor.data_ptr, self.memories)) == self.addresses
 
     def launch(self) -> None:
         """Waits for the trainer's work, before anybody reads; then sums up the very memory that workers will read."""
