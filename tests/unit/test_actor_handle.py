@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from instep import WeightSync
-from instep.engine import connect
+from instep.engine import CachePolicy, connect
+from instep.engine.at_once import step_by_step
 from instep.engine.memory import MemoryEngine
 from instep.errors import ConfigError, EngineLost, EngineTimeout
 
@@ -45,19 +46,29 @@ class ActorHandle:
     _actor_id = Id()
 
     def __init__(self, actor: Any, *without: str) -> None:
-        for method in {"call", "pause", "resume", "label", "score", "refuse"} - set(without):
-            setattr(self, method, Method(getattr(actor, method)))
+        for method in {"call", "pause", "resume", "label", "score", "refuse", "commit_at_once"} - set(without):
+            if hasattr(actor, method):
+                setattr(self, method, Method(getattr(actor, method)))
 
 
 ActorHandle.__module__ = "ray.actor"
 
 
-def test_a_push_reaches_the_engine_behind_a_handle(segments: Path) -> None:
+class AtOnceEngine(MemoryEngine):
+    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
+        self.calls.append("at once")
+        return await step_by_step(self, payload, caches, version)
+
+
+@pytest.mark.parametrize("kind", [MemoryEngine, AtOnceEngine])
+def test_a_push_reaches_the_engine_behind_a_handle(kind: type[MemoryEngine], segments: Path) -> None:
     tensors = {"model.norm.weight": torch.rand(8)}
-    engine = MemoryEngine({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+    engine = kind({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
     with WeightSync(tensors, [ActorHandle(engine)]) as sync:
         receipt = sync.push("v1")
     assert [one.engine for one in receipt.engines] == ["actor-01234567"]
+    assert [call for call in engine.calls if call != "refuse"][-4:] == ["pause", "commit", "label", "resume"]
+    assert ("at once" in engine.calls) == (kind is AtOnceEngine)
     assert engine.version == "v1"
     assert torch.equal(engine.hosts[0].model.get_parameter("model.norm.weight"), tensors["model.norm.weight"])
 

@@ -13,7 +13,7 @@ from toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine import CachePolicy
-from instep.engine.at_once import goes_on, went_on
+from instep.engine.at_once import step_by_step, went_on
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineLost, VersionConflict
 from instep.plan.buckets import ALIGN
 from instep.protocol import WorkerReceipt
@@ -94,12 +94,7 @@ class AtOnceEngine(MemoryEngine):
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
         self.calls.append("at once")
-        await super().pause(caches)
-        answers = await super().call("commit", payload)
-        if goes_on(answers):
-            await super().label(version)
-            await super().resume()
-        return answers
+        return await step_by_step(self, payload, caches, version)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy
+from instep.engine.at_once import step_by_step
 from instep.engine.serving import Serving
 from instep.errors import EngineLost, EngineTimeout
 from instep.generation.background import Background
@@ -53,6 +54,10 @@ class Follower:
     async def refuse(self, reason: str | None) -> None:
         """Turns that have not begun wait until it is mended; those under way end with `abort`."""
         await self._aside(lambda serving: self._refuse(serving, reason))
+
+    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
+        """All of a commit, for a trainer in another process. Step by step: turns are told the version before they go on."""
+        return await step_by_step(self, payload, caches, version)
 
     # Open Instruct's names: tensors wait in the workers, and the last one commits them all. The workers need the extension
     # `instep.dropin.open_instruct.WorkerWrap`, whose errors these raise or return

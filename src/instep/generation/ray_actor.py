@@ -119,6 +119,10 @@ class LLMRayActor:
         await self.actor.refuse(reason)
 
     @ray.method(concurrency_group="control")
+    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
+        return await self.actor.commit_at_once(payload, caches, version)
+
+    @ray.method(concurrency_group="control")
     async def init_process_group(self, *args: Any, **kwargs: Any) -> list[Status]:
         return await asyncio.to_thread(self.actor.init_process_group, *args, **kwargs)
 
