@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,6 +139,7 @@ def test_results_that_are_too_old_are_made_again(fleet: Any) -> None:
         found = []
         for step in range(1, 4):
             found += collect(ports.results, 2, sync)
+            time.sleep(0.1)  # the next ones are half way
             sync.push(f"v{step}")
         found += collect(ports.results, 6, sync)
         once(found, ids, 2)
