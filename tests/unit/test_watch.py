@@ -13,6 +13,8 @@ from torch import nn
 from toys import Checkpoint, ToyHost
 
 from instep import WeightSync
+from instep.receiver.pull import Puller
+from instep.receiver.stream import Scatter
 
 __all__ = ["card"]  # a fixture
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "ipc", "nccl"])
@@ -83,3 +85,26 @@ def test_a_layer_that_is_stored_in_another_way_stays_on_reload(
         engine = sync.push("first").engines[0]
     assert engine.direct == ("b",)
     assert engine.reload == {"a": "a.weight is not stored as the checkpoint has it"}
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_what_a_trainer_never_changes_is_worked_out_once(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are watched in every push."""
+    source, made = weights(1), list[type]()
+    host = ToyHost(Model(), as_it_is)
+    as_it_is(host.model, "b.weight", source["b.weight"])
+    for kind in (Scatter, Puller):
+
+        def noted(self: Any, *given: Any, init: Callable[..., None] = kind.__init__) -> None:
+            made.append(type(self))
+            init(self, *given)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    with WeightSync(source, [ToyEngine(host)], transport=transport, timeout=20) as sync:
+        for version in "abcd":
+            source["a.weight"].neg_()
+            receipt = sync.push(version)
+            if version == "b":
+                made.clear()
+    assert receipt.engines[0].reload == {"b": "not proved yet"}
+    assert made == []

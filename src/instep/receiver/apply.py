@@ -74,6 +74,7 @@ class Applier:
         self.reload = {layer: self.plan.reload_only.get(layer, UNPROVED) for layer in self.routes.keys() | self.plan.reload_only.keys()}
         self.reloaded = False  # in the last commit
         self._copies: Copies | None = None
+        self._unproved: Copies | None = None
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
@@ -101,15 +102,16 @@ class Applier:
 
         look: at where they lie; otherwise somebody else does.
         """
-        model = self.host.model
-        if self._copies is None or self._copies.layers != self.direct or (look and not self._copies.stay(model)):
+        if self._copies is None or self._copies.layers != self.direct:
             # Constants are left out: they were filled in by the first load.
             of_direct: dict[bool, list[Route]] = {True: [], False: []}
             for layer in sorted(self.routes):
                 of_direct[layer in self.direct] += [route for route in self.routes[layer] if route.tensor is not None]
             known = not self.reload.keys() & self.plan.reload_only.keys()
             others = frozenset(route.tensor for route in of_direct[False] if route.tensor is not None) if known else None
-            self._copies = Copies(model, frozenset(self.direct), of_direct[True], others)
+            self._copies = Copies(self.host.model, frozenset(self.direct), of_direct[True], others)
+        elif look:
+            self._copies = self._copies.renewed(self.host.model)
         return self._copies
 
     def layers(self) -> tuple[list[str], list[str], dict[str, str]]:
@@ -125,10 +127,17 @@ class Applier:
         yield from ((name, tensors[name]) for name in names if name is not None)
 
     def _watched(self) -> Copies | None:
-        """What layers read of which it is not known yet whether plain copies would do."""
+        """What layers read of which it is not known yet whether plain copies would do: the same object as `copies` has it, as layers that a
+        trainer never changes stay so."""
         layers = frozenset(layer for layer, reason in self.reload.items() if reason == UNPROVED)
-        routes = [route for layer in sorted(layers & self.routes.keys()) for route in self.routes[layer] if route.tensor is not None]
-        return Copies(self.host.model, layers, routes, None) if layers else None
+        if not layers:
+            return None
+        if self._unproved is None or self._unproved.layers != layers:
+            routes = [route for layer in sorted(layers & self.routes.keys()) for route in self.routes[layer] if route.tensor is not None]
+            self._unproved = Copies(self.host.model, layers, routes, None)
+        else:
+            self._unproved = self._unproved.renewed(self.host.model)
+        return self._unproved
 
     def _attributes(self) -> dict[str, dict[str, object]]:
         return {name: attributes(module) for name, module in self.host.model.named_modules(remove_duplicate=False)}
@@ -143,7 +152,7 @@ class Applier:
                 self.reload[name] = f"{changed}{DERIVED}"
                 self.direct.discard(name)
         routes, brought = before.watched.routes, arrival.brought(before.watched)
-        held = arrival.held(Copies(self.host.model, before.watched.layers, routes, None))
+        held = arrival.held(before.watched.renewed(self.host.model))
         stale = {layer_of(r.param) for r, was, new in zip(routes, before.held, brought, strict=True) if was != new}
         different = {layer_of(r.param): r.param for r, now, new in zip(routes, held, brought, strict=True) if now != new}
         for layer in stale:

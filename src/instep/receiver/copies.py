@@ -31,6 +31,10 @@ class Copies:
         self.worked_out: tuple[Hashable, Any] | None = None
         """What a transport has worked out for these copies from an address of its own."""
 
+    def renewed(self, model: torch.nn.Module) -> Copies:
+        """The same copies to where the parameters lie now: this object, for as long as they lie where they lay."""
+        return self if self.stay(model) else Copies(model, self.layers, self.routes, self.others)
+
     def stay(self, model: torch.nn.Module) -> bool:
         """Whether the model has the same modules, and their parameters lie where they lay."""
         children = list(chain.from_iterable(map(dict.values, self._parents)))
