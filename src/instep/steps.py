@@ -149,7 +149,7 @@ class Push:
         return [member for member in members if member.failure is None], manifest
 
     def _alone(self, members: Sequence[Member], manifest: Manifest) -> bool:
-        known = self.trusting and len(members) == 1 and members[0].address == manifest.location.address
+        known = len(members) == 1 and members[0].in_place(manifest)
         return known and self.session.transport.late and isinstance(members[0].engine, AtOnce)
 
     async def _ask(self, manifest: Manifest) -> tuple[list[Member], Manifest]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_trust import AtOnceEngine
 
 from instep import WeightSync
-from instep.engine import CachePolicy, connect
-from instep.engine.at_once import step_by_step
+from instep.engine import connect
 from instep.engine.memory import MemoryEngine
 from instep.errors import ConfigError, EngineLost, EngineTimeout
 
@@ -52,12 +52,6 @@ class ActorHandle:
 
 
 ActorHandle.__module__ = "ray.actor"
-
-
-class AtOnceEngine(MemoryEngine):
-    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
-        self.calls.append("at once")
-        return await step_by_step(self, payload, caches, version)
 
 
 @pytest.mark.parametrize("kind", [MemoryEngine, AtOnceEngine])

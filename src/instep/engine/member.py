@@ -94,6 +94,10 @@ class Member:
         """Instead of `hello`, for one that is known."""
         self.trusted, self.serving = True, "old"
 
+    def in_place(self, manifest: Manifest) -> bool:
+        """Whether it is trusted still, and finds these bytes where it found them last."""
+        return self.trusted and self.address == manifest.location.address
+
     async def bounded(self, phase: str, action: Awaitable[T]) -> T:
         """Waits for an engine no longer than the timeout. Whatever else it raises is an `EngineLost`: it is not known what it did."""
         self.phase = phase
@@ -260,9 +264,9 @@ class Member:
         """What the workers did, and whether the engine goes on already."""
         if isinstance(self.engine, AtOnce):
             whole = request
-            if self.trusted and self.address == manifest.location.address:
-                self.holding.add(self.address)
-                whole = structs.replace(request, again=Again(self.address, manifest.location.sending, manifest.base, self.version))
+            if self.in_place(manifest):
+                self.holding.add(address := manifest.location.address)
+                whole = structs.replace(request, again=Again(address, manifest.location.sending, manifest.base, self.version))
             answers = await self.bounded("commit", self.engine.commit_at_once(self._request(whole), caches, request.version))
             if answers is not None:
                 receipts = self._told("commit", WorkerReceipt, answers)

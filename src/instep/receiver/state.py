@@ -197,7 +197,7 @@ class Receiver:
         if last is None or last.manifest.location.address != again.address:
             raise VersionConflict(f"what version {version!r} was to be prepared as is not what was prepared here last")
         location = structs.replace(last.manifest.location, sending=again.sending)
-        manifest = structs.replace(last.manifest, version=version, base=again.base, digests={}, location=location)
+        manifest = structs.replace(last.manifest, version=version, base=again.base, location=location)
         self._prepare(session, structs.replace(last, manifest=manifest, left_at=again.left_at))
 
     def _is_as_left(self, wanted: PrepareRequest) -> bool:

@@ -48,8 +48,7 @@ def brought(watched: Copies, metas: Mapping[str, TensorMeta], places: Callable[[
         assert route.tensor is not None
         meta = _original(metas, route.tensor)
         rows = rows_to(route, meta, watched.live[route.param])
-        parts = places(meta) if rows is not None else ()
-        runs.append([run_of(theirs, meta, slot) for part in parts for _, theirs in common(rows, part)] if rows is not None else [])
+        runs.append([] if rows is None else [run_of(theirs, meta, slot) for part in places(meta) for _, theirs in common(rows, part)])
     return runs
 
 

@@ -100,14 +100,13 @@ class IpcTransport(Pull):
     async def serving(self, step: str) -> AsyncIterator[Sending]:
         yield Beside(self._look_at_sums) if step == "commit" else self
 
-    def _look_at_sums(self) -> None:
+    def _look_at_sums(self) -> Published:
         if self.summed is None:
             self.summed = self._summed()
+        return self.summed
 
     def finish(self, _: Published) -> Published:
-        self._look_at_sums()
-        assert self.summed is not None
-        return self.summed
+        return self._look_at_sums()
 
     def _summed(self) -> Published:
         """What was summed up since it was published. Waits for it."""
@@ -148,7 +147,7 @@ class IpcTransport(Pull):
 class Beside:
     """Does what has to be done at some time while workers are at it, and the trainer would wait for them anyway."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
 
     async def unless(self, step: Awaitable[T]) -> T:
