@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -22,6 +24,8 @@ ARGUMENTS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 96, "max_nu
 EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
 
 Generated = list[tuple[list[int], list[float]]]
+AMX = torch.cpu._is_amx_tile_supported()
+"""Where a processor has it, vLLM packs linear layers for it and keeps no plain weights of them."""
 
 
 def start(folder: Path, **arguments: Any) -> Any:

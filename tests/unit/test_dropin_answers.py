@@ -122,7 +122,7 @@ def test_arguments_that_make_no_group_are_refused(arguments: dict[str, Any], tex
         init_process_group(**{**good, **arguments})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said where there is no GPU, and this machine has one")
 def test_nccl_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="NCCL needs a GPU"):
         init_process_group("nccl", "tcp://127.0.0.1:1", world_size=2, rank=0, group_name="openrlhf")
