@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpus import on_host
+
+on_host("trainer")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpus import apart
 
 from instep.bench import shapes
 from instep.bench.shapes import model
@@ -38,7 +39,7 @@ def start(path: Path, devices: str | None = None, **arguments: Any) -> Any:
     }  # fmt: skip
     torch.cuda.init()
     torch.cuda.device_count()  # PyTorch remembers it from now on: this process goes on seeing all GPUs when the mask changes
-    with environment({**ENVIRONMENT, "VLLM_USE_FLASHINFER_SAMPLER": "0"}), visible(devices):
+    with environment({**ENVIRONMENT, "VLLM_USE_FLASHINFER_SAMPLER": "0"}), visible(devices), apart():
         from vllm import LLM
 
         return LLM(str(path), **{**settings, **arguments})

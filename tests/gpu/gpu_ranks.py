@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from gpus import on_host
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,6 +46,10 @@ def local(model: Any, name: str) -> torch.Tensor:
 
 class RowsRank(Rank):
     """models: the one of the benchmark, and `rows`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        on_host("rank 1")
+        super().__init__(*arguments)
 
     def make_rows(self) -> None:
         self.models = {"model": self.model, "rows": rows(self.device)}

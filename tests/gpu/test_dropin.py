@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_models import greedy, model, start, stop_vllm
+from gpus import OTHER, OTHER_DEVICE
 from torch.multiprocessing.reductions import reduce_tensor
 
 from instep.dropin.answers import in_thread
@@ -25,10 +26,7 @@ from instep.errors import TransportError
 
 PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'"),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(checkpoint: Path, extension: str) -> Iterator[Any]:
-    """On GPU 1, loaded from disk with the weights of seed 2."""
-    llm = start(checkpoint, "1", load_format="auto", enforce_eager=False, worker_extension_cls=extension)
+    """On the other GPU, loaded from disk with the weights of seed 2."""
+    llm = start(checkpoint, OTHER, load_format="auto", enforce_eager=False, worker_extension_cls=extension)
     llm.fresh = greedy(llm, PROMPTS)
     yield llm
     stop_vllm(llm)
@@ -83,6 +81,7 @@ def update(llm: Any, group: Communicator, trainer: Any) -> Any:
     return statuses
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes one once in a process")
 def test_the_collectives_between_two_gpus() -> None:
     """Ranks in two threads. The calls of the second come from a thread in which its GPU is not the current one."""
     port = free_port()
@@ -147,11 +146,11 @@ def test_a_trainer_that_does_not_send_is_not_waited_for(examples: Any) -> None:
 
 
 def test_the_colocated_example(examples: Any) -> None:
-    """Trainer and worker on GPU 1."""
+    """Trainer and worker on one GPU."""
     (device,) = examples.collective_rpc("report_device_id")
     assert device.startswith("GPU-")
     for seed in (1, 2):
-        sender = ColocateSender(model("tiny", seed, "cuda:1"), timeout=60)
+        sender = ColocateSender(model("tiny", seed, OTHER_DEVICE), timeout=60)
         assert sender.report_device_id() == device
         handles, version = sender.get_zmq_handles(), f"colocated-{seed}"
         taking = in_thread(lambda handles=handles: examples.collective_rpc("update_weights_from_ipc", args=(handles, 60)))
@@ -161,7 +160,7 @@ def test_the_colocated_example(examples: Any) -> None:
 
 
 def test_memory_stays_flat_when_a_buffer_is_shared_again_and_again(examples: Any) -> None:
-    sender = ColocateSender(model("tiny", 2, "cuda:1"), timeout=60)
+    sender = ColocateSender(model("tiny", 2, OTHER_DEVICE), timeout=60)
     free = []
     for turn in range(40):
         handles = sender.get_zmq_handles()
@@ -169,7 +168,7 @@ def test_memory_stays_flat_when_a_buffer_is_shared_again_and_again(examples: Any
         sender.update_weights()
         taking.result(60)
         if turn in (10, 39):
-            free.append(torch.cuda.mem_get_info(1)[0])
+            free.append(torch.cuda.mem_get_info(OTHER_DEVICE)[0])
     assert free[1] >= free[0] - (8 << 20)
 
 
@@ -192,9 +191,9 @@ def test_open_instructs_cuda_ipc(wrapped: Any) -> None:
     """Through vLLM's own RPC, which pickles nothing: handles of plain fields."""
     (device,) = wrapped.collective_rpc("report_device_id")
     for seed in (1, 2):
-        weights = dict(model("tiny", seed, "cuda:1").named_parameters())
+        weights = dict(model("tiny", seed, OTHER_DEVICE).named_parameters())
         for index, (name, p) in enumerate(weights.items(), 1):
-            torch.cuda.synchronize(1)
+            torch.cuda.synchronize(OTHER_DEVICE)
             arguments = (name, str(p.dtype), list(p.shape), {device: share(p)}, index == len(weights))
             (status,) = wrapped.collective_rpc("update_weight_cuda_ipc", args=arguments)
         assert status["committed"]

@@ -1,4 +1,5 @@
-"""NCCL between this process and a worker in another one on another GPU: many buckets, every byte, and what ends a push half way."""
+"""NCCL between this process and a worker in another one, on another GPU where there is one:
+many buckets, every byte, and what ends a push half way."""
 
 from __future__ import annotations
 
@@ -9,18 +10,22 @@ from typing import Any
 import pytest
 import torch
 from far_engine import FarEngine
+from gpus import OTHER_DEVICE, apart
 
 from instep import WeightSync
 from instep.bench import shapes
 from instep.errors import InstepError, SyncError
 from instep.transport import broadcast
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
 TRANSPORTS: dict[Any, str] = {"nccl": "abcdefgh", "ipc": "ijklm"}
 """With the versions that go over each."""
 MANY = broadcast.Way(256 << 10, "commit", on_gpu=True)
 """Buckets so small that the tiny model fills many."""
+
+
+def far(weights: dict[str, torch.Tensor], name: str) -> FarEngine:
+    with apart():
+        return FarEngine(weights, OTHER_DEVICE, name)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def engine(weights: dict[str, torch.Tensor]) -> Iterator[FarEngine]:
-    engine = FarEngine(weights, "cuda:1")
+    engine = far(weights, "far")
     yield engine
     engine.stop()
 
@@ -86,7 +91,7 @@ def test_a_trainer_that_stops_sending(
 
 
 def test_a_worker_that_is_killed_ends_the_push(weights: dict[str, torch.Tensor]) -> None:
-    engine = FarEngine(weights, "cuda:1", name="dies")
+    engine = far(weights, "dies")
     with WeightSync(weights, [engine], transport="nccl", timeout=10) as sync:
         sync.push("one")
         engine.process.kill()
@@ -99,7 +104,7 @@ def test_a_worker_that_is_killed_ends_the_push(weights: dict[str, torch.Tensor])
 
 def test_qwen3_0_6b_in_buckets_of_the_real_size() -> None:
     weights = {name: param.detach() for name, param in shapes.model("qwen3-0.6b", 1, "cuda:0").named_parameters()}
-    engine = FarEngine(weights, "cuda:1", name="large")
+    engine = far(weights, "large")
     try:
         for transport, versions in TRANSPORTS.items():
             with WeightSync(weights, [engine], transport=transport, timeout=30) as sync:

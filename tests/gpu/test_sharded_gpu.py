@@ -1,5 +1,5 @@
-"""Two ranks under FSDP2, on a GPU each, bring an engine on the second GPU to their weights over CUDA IPC: half of them cross, nothing is
-gathered."""
+"""Two ranks under FSDP2, on a GPU each where there are two, bring an engine on the second one's to their weights over CUDA IPC: half of
+them cross, nothing is gathered."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from far_engine import FarEngine
 from gpu_models import PROMPTS, folder, greedy, start, stop_vllm
 from gpu_ranks import ROWS, Ranks, local
+from gpus import OTHER, OTHER_DEVICE
 
-pytestmark = [pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
 
-DEVICES = ("cuda:0", "cuda:1")
+DEVICES = ("cuda:0", OTHER_DEVICE)
 TRANSPORT: Any = "ipc"
 
 
@@ -94,7 +94,7 @@ def test_a_real_vllm_generates_what_one_that_loads_from_disk_does(ranks: Ranks, 
     llm = start(tmp_path, "0", load_format="auto")
     from_disk = greedy(llm, PROMPTS)
     stop_vllm(llm)
-    llm = start(folder("tiny"), "1")
+    llm = start(folder("tiny"), OTHER)
     try:
         with ranks.opened("model", llm, TRANSPORT) as sync:
             ranks.push(sync, "other")

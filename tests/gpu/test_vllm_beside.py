@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_models import EXTENSION, MEMORY, PROMPTS, folder, model, visible
+from gpus import ALONE, OTHER, apart
 
 from instep import WeightSync
 
@@ -68,11 +69,11 @@ async def _pushes_beside_requests(llm: Any, transport: Any) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("gpu", "transports"), [(0, ["ipc"]), (1, ["ipc", "nccl"])], ids=["the trainer's GPU", "another GPU"])
-def test_pushes_for_half_a_minute_beside_requests_in_flight(gpu: int, transports: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "transports"), [("0", ["ipc"]), (OTHER, ["nccl"] if ALONE else ["ipc", "nccl"])], ids=["the trainer's GPU", "the other GPU"]
+)
+def test_pushes_for_half_a_minute_beside_requests_in_flight(gpu: str, transports: list[str]) -> None:
     """With vLLM's scheduler a step ahead, as it is on GPUs: it finishes a step before it is paused, and goes on by itself afterwards."""
-    if gpu >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
 
     async def main() -> None:
         from vllm import AsyncEngineArgs
@@ -84,7 +85,7 @@ def test_pushes_for_half_a_minute_beside_requests_in_flight(gpu: int, transports
             model=str(folder("tiny")), load_format="dummy", max_model_len=512, max_num_seqs=16, **MEMORY,
             skip_tokenizer_init=True, worker_extension_cls=EXTENSION, enforce_eager=False,
         )  # fmt: skip
-        with visible(str(gpu)):
+        with visible(gpu), apart():
             llm = AsyncLLM.from_engine_args(arguments)
         try:
             assert llm.vllm_config.scheduler_config.async_scheduling

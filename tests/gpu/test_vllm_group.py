@@ -1,4 +1,4 @@
-"""NCCL between two GPUs, two tensor-parallel workers, and what is taken where CUDA IPC is not to be had."""
+"""NCCL between two processes, two tensor-parallel workers, and what is taken where CUDA IPC is not to be had."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import torch
 from gpu_models import PROMPTS, greedy, model, start, stop_vllm
+from gpus import OTHER
 
 from instep import WeightSync
 from instep.errors import InstepError
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'"),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
 
 
 def used(sync: WeightSync) -> str:
@@ -32,8 +30,8 @@ def used(sync: WeightSync) -> str:
 
 @pytest.fixture(scope="module")
 def other_gpu(checkpoint: Path) -> Iterator[Any]:
-    """On GPU 1, loaded from disk."""
-    llm = start(checkpoint, "1", load_format="auto", enforce_eager=False)
+    """On the other GPU, loaded from disk."""
+    llm = start(checkpoint, OTHER, load_format="auto", enforce_eager=False)
     yield llm
     stop_vllm(llm)
 
@@ -68,7 +66,7 @@ def test_memory_stays_flat_over_nccl(other_gpu: Any) -> None:
                 trainer.model.norm.weight.neg_()
             sync.push(f"flat-{update}")
             if update in (20, 99):
-                free.append([torch.cuda.mem_get_info(device)[0] for device in range(2)])
+                free.append([torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())])
         assert all(after >= before - (8 << 20) for before, after in zip(*free, strict=True))
 
 
@@ -104,11 +102,13 @@ def test_a_trainer_that_stops_sending_leaves_a_dirty_engine_that_a_push_heals(ot
 FALLBACK = textwrap.dedent("""
     import logging, sys, torch
     sys.path[:0] = [sys.argv[1]]
-    from gpu_models import folder, greedy, model, start
+    from gpu_models import folder, model, start, stop_vllm
+    from gpus import OTHER, on_host
     from instep import WeightSync
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     if __name__ == "__main__":
-        llm = start(folder("tiny"), "1")
+        on_host("trainer")
+        llm = start(folder("tiny"), OTHER)
         trainer = model("tiny", 1, "cuda:0")
         with WeightSync(trainer, [llm]) as sync:
             sync.push("one")
@@ -132,6 +132,7 @@ def test_expandable_segments_are_explained_and_nccl_is_taken(tmp_path: Path) -> 
     assert "not ipc, because the trainer's GPU memory cannot be shared: its memory is in expandable segments" in done.stderr
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_workers_on_two_gpus_one_of_them_the_trainers(checkpoint: Path) -> None:
     llm = start(checkpoint, load_format="auto", enforce_eager=False, tensor_parallel_size=2)
     try:
