@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -74,8 +75,28 @@ def start(host: ToyHost) -> Applier:
     return Applier(host, trace(host, described(weights(0))))
 
 
-def push(applier: Applier, seed: int) -> None:
-    arrival = Seen(weights(seed))
+class Once(dict[str, torch.Tensor]):
+    """Tensors that are gone when they have been asked for."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.pop(name)
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__()))
+
+
+class Passing(Seen):
+    """Bytes that pass by: those that are asked for in turn are not kept."""
+
+    once = True
+
+    def move(self, *arguments: Any, in_turn: bool) -> Any:
+        tensors = super().move(*arguments, in_turn=in_turn)
+        return Once(tensors) if in_turn else tensors
+
+
+def push(applier: Applier, seed: int, kind: type[Seen] = Seen) -> None:
+    arrival = kind(weights(seed))
     with torch.no_grad():
         applier.apply(arrival)
         arrival.prove(applier)
@@ -99,6 +120,22 @@ def test_layers_are_packed_without_a_session_after_the_first_push() -> None:
         check(host, seed)
     assert host.sessions == sessions
     assert host.refreshed >= 2
+
+
+def test_where_bytes_pass_by_they_are_after_the_second() -> None:
+    """The first hands each tensor to the loader and keeps none to try a rebuild with."""
+    host = PackingHost()
+    applier = start(host)
+    push(applier, 1, Passing)
+    check(host, 1)
+    assert (applier.rebuild, set(applier.reload)) == (set(), {"a", "b"})
+    push(applier, 2, Passing)
+    check(host, 2)
+    assert (applier.rebuild, applier.reload) == ({"a", "b"}, {})
+    sessions = host.sessions
+    push(applier, 3, Passing)
+    check(host, 3)
+    assert host.sessions == sessions
 
 
 def test_unchanged_weights_prove_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,9 @@ from pretend_cuda import Table, pretend_nccl
 from toys import Checkpoint, checkpoint
 
 from instep import MemoryEngine, WeightSync
+from instep.engine.memory_host import MemoryHost
 from instep.errors import DigestMismatch, InstepError, SourceError, SyncError
 from instep.plan.buckets import ALIGN
-from instep.receiver.stream import Streamed
 from instep.transport import broadcast, incoming, tally
 from instep.transport.group import Group
 
@@ -89,7 +90,8 @@ def _late(self: Group, tensor: torch.Tensor, root: int, broadcast_of: Any) -> An
 
 @pytest.mark.parametrize("error", [RuntimeError, SourceError])
 @pytest.mark.parametrize("bucket", [0, 2])
-def test_a_trainer_that_stops_sending(bucket: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pushes", [0, 1], ids=["at once", "after a push"])
+def test_a_trainer_that_stops_sending(pushes: int, bucket: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first bucket nothing has been written; afterwards the engine has parts of two versions and says so."""
     weights = checkpoint(1)
     engines = [MemoryEngine(checkpoint(0), name="a"), MemoryEngine(checkpoint(0), tp=2, name="b")]
@@ -103,7 +105,8 @@ def test_a_trainer_that_stops_sending(bucket: int, error: type[Exception], monke
             yield full
 
     with WeightSync(weights, engines, transport="nccl", timeout=20) as sync:
-        sync.push("whole")
+        for index in range(pushes):
+            sync.push(f"whole-{index}")
         before = [engine.fingerprint() for engine in engines]
         step(weights)
         monkeypatch.setattr(broadcast.BroadcastTransport, "_packed", breaks)
@@ -122,41 +125,73 @@ def test_a_trainer_that_stops_sending(bucket: int, error: type[Exception], monke
         assert all(same(engine, weights) for engine in engines)
 
 
+def test_the_first_version_goes_to_the_loader_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is kept, and while the loader looks at a tensor nothing is under way."""
+    arrived: dict[int, list[int]] = {0: [], 1: []}
+    load = MemoryHost.load
+
+    def looks(self: MemoryHost, tensors: Any) -> None:
+        def each() -> Iterator[Any]:
+            for name, tensor in tensors:
+                if not tensor.is_meta:
+                    (receiver,) = (receiver for receiver in engine.receivers if receiver.host is self)
+                    reader = receiver.prepared.reader  # type: ignore[union-attr]
+                    assert not reader.buckets.under_way  # type: ignore[attr-defined]
+                    arrived[self.rank].append(reader.buckets.arrived)  # type: ignore[attr-defined]
+                yield name, tensor
+
+        load(self, each())
+
+    weights = checkpoint(1)
+    fresh, engine = MemoryEngine(weights, tp=2).fingerprint(), MemoryEngine(checkpoint(0), tp=2)
+    monkeypatch.setattr(MemoryHost, "load", looks)
+    with WeightSync(weights, [engine], transport="nccl") as sync:
+        sync.push("one")
+    assert engine.fingerprint() == fresh
+    for of_each in arrived.values():
+        assert of_each == sorted(of_each)
+        assert of_each[0] == 2 < of_each[len(of_each) // 2] < of_each[-1]
+
+
+@pytest.mark.parametrize("tensor", [0, 3])
+def test_others_do_not_suffer_from_a_loader_that_fails(tensor: int) -> None:
+    """It takes what is still to come, which others wait for."""
+    weights = checkpoint(1)
+    good, bad = MemoryEngine(checkpoint(0), name="good"), MemoryEngine(checkpoint(0), name="bad")
+    with WeightSync(weights, [good, bad], transport="nccl", timeout=20) as sync:
+        bad.inject("tensor", tensor=tensor)
+        with pytest.raises(SyncError, match="told to fail"):
+            sync.push("one")
+        assert [state.serving for state in sync.status()] == ["old", "dirty"]
+        assert same(good, weights)
+        step(weights)
+        sync.push("two")
+        assert same(good, weights)
+        assert same(bad, weights)
+
+
 def test_nothing_is_brought_to_a_gpu_while_buckets_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait, without a deadline, for what the GPU's stream waits for: a peer that has died. A worker starts two buckets before it
-    knows that all take part."""
-    begun: dict[int, int] = {}
+    """It would wait, without a deadline, for what the GPU's stream waits for: a peer that has died."""
+    waiting: dict[int, int] = defaultdict(int)  # of each thread: what its stream waits for and nobody has seen arrive
     late: list[int] = []
     most = [0]
-    broadcast_of, meet, settle, move, made = Group.broadcast, Group.meet, Group.settle, Streamed.move, Table.__init__
+    wait, settle, made = Group.wait, Group.settle, Table.__init__
 
-    def counts(self: Group, tensor: torch.Tensor, root: int = 0) -> Any:
-        begun[threading.get_ident()] += 1
-        most[0] = max(most[0], begun[threading.get_ident()])
-        return broadcast_of(self, tensor, root)
+    def waits(self: Group, work: Any) -> None:
+        wait(self, work)
+        waiting[threading.get_ident()] += 1
+        most[0] = max(most[0], waiting[threading.get_ident()])
 
-    def starts(self: Group, place: str) -> None:
-        begun[threading.get_ident()] = 0 if place != "group" else -1  # a group's first broadcast is no bucket
-        meet(self, place)
+    def settles(self: Group) -> None:
+        settle(self)
+        waiting[threading.get_ident()] = 0
 
     def looks(self: Table, *arguments: Any, **named: Any) -> None:
-        late.extend([threading.get_ident()] * (begun.get(threading.get_ident(), 0) > 2))
+        late.append(waiting[threading.get_ident()])
         made(self, *arguments, **named)
 
-    def ends(self: Group) -> None:
-        settle(self)
-        if self.rank == 0:  # once, when all has been sent
-            begun[threading.get_ident()] = 0
-
-    def has_all(self: Streamed, *arguments: Any) -> Any:
-        tensors = move(self, *arguments)
-        begun[threading.get_ident()] = 0
-        return tensors
-
-    monkeypatch.setattr(Group, "broadcast", counts)
-    monkeypatch.setattr(Group, "meet", starts)
-    monkeypatch.setattr(Group, "settle", ends)
-    monkeypatch.setattr(Streamed, "move", has_all)
+    monkeypatch.setattr(Group, "wait", waits)
+    monkeypatch.setattr(Group, "settle", settles)
     monkeypatch.setattr(Table, "__init__", looks)
     weights = checkpoint(1)
     with WeightSync(weights, [MemoryEngine(checkpoint(0), tp=2)], transport="nccl") as sync:
@@ -164,7 +199,8 @@ def test_nothing_is_brought_to_a_gpu_while_buckets_are_awaited(monkeypatch: pyte
             step(weights)
             sync.push(version)
     assert most[0] > 2
-    assert not late
+    assert late
+    assert not any(late)
 
 
 @pytest.mark.parametrize("point", ["pause", "commit"])

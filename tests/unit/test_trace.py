@@ -14,7 +14,7 @@ from toys import Checkpoint, ToyHost, bits, described
 from instep.errors import ConfigError, PlanError
 from instep.plan.routes import prove
 from instep.protocol import Region, Route, TensorMeta, WorkerPlan
-from instep.receiver.apply import view
+from instep.receiver.regions import view
 from instep.receiver.trace import trace
 
 Loader = Callable[[nn.Parameter, torch.Tensor], object]

@@ -15,9 +15,9 @@ from instep.digest_cuda import SPAN, TILE, WARPS, Table, in_one
 from instep.engine.memory_host import MemoryHost
 from instep.plan.overlap import Rows, contiguous
 from instep.protocol import Route, TensorMeta, dtype_name
-from instep.receiver.apply import holds, view
 from instep.receiver.copies import Copies, live_tensors
 from instep.receiver.pull import Puller
+from instep.receiver.regions import holds, view
 from instep.receiver.trace import trace
 
 Tensors = Mapping[str, torch.Tensor]

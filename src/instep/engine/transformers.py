@@ -20,7 +20,7 @@ from instep.engine import CachePolicy
 from instep.errors import EngineDirty
 from instep.protocol import Method
 from instep.receiver import NeverRebuilds, NoAdapters
-from instep.receiver.apply import view
+from instep.receiver.regions import view
 from instep.receiver.state import Receiver
 from instep.receiver.trace import shape_only
 from instep.source.layout import Saved, layout

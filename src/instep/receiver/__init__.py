@@ -2,7 +2,8 @@
 
     trace.py    runs the engine's own loader over shapes and writes down where each checkpoint tensor goes
     apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
-    arrival.py  how a version's bytes come in: seen from here, or pulled out of a GPU's memory (pull.py), or passing by (stream.py)
+    regions.py  what is copied and compared: parts of tensors
+    arrival.py  how a version's bytes come in: seen from here, or pulled out of a GPU's memory (pull.py), passing by (stream.py, aside.py)
     watch.py    whether live storage holds what routes bring, by sums
     held.py     what is in live storage, to compare with a checkpoint
     adapter.py  a LoRA adapter as a host of its own

@@ -16,12 +16,12 @@ from typing import Protocol
 
 import torch
 
-from instep.protocol import Region, Route, WorkerPlan, dtype_name
+from instep.protocol import Region, Route, WorkerPlan
 from instep.receiver import Host
 from instep.receiver.copies import Copies
+from instep.receiver.regions import Tensors, bits, copy_regions
 from instep.receiver.trace import layer_of
 
-Tensors = Mapping[str, torch.Tensor]
 UNPROVED = "not proved yet"
 DERIVED = " is derived from weights"
 
@@ -41,10 +41,11 @@ class Arrival(Protocol):
     once: bool
     """Whether they pass by, and can be moved only once."""
 
-    def move(self, copies: Copies, watched: Copies | None) -> Tensors:
+    def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:
         """Begins to make the copies. What other layers read is in the result; it is good until the commit ends.
 
-        watched: copies that are not to be made. The reload session does, and is looked at.
+        watched: copies that are not to be made. The reload session does, and is looked at. in_turn: each tensor is asked for once, in the
+        order of the result, so that those of bytes which pass by need not be kept.
         """
 
     def held(self, watched: Copies) -> Sequence[object]:
@@ -80,9 +81,10 @@ class Applier:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
         copies = self.copies(look=arrival.once)
         watched = self._watched()
-        tensors = arrival.move(copies, watched)
+        in_turn = arrival.once and watched is not None and not self.direct | self.rebuild  # as in the first commit
+        tensors = arrival.move(copies, watched, in_turn=in_turn)
         if not arrival.once and (now := self.copies()) is not copies:  # looked at while a GPU is at it
-            tensors = arrival.move(now, watched)  # what was written instead is kept by nobody but `Copies`
+            tensors = arrival.move(now, watched, in_turn=in_turn)  # what was written instead is kept by nobody but `Copies`
         for layer in self.rebuild:
             self._rebuild(layer, tensors)
         if self.rebuild:
@@ -95,6 +97,7 @@ class Applier:
             self.host.load(self._wanted(tensors))
         if evidence is not None:
             self._promote(evidence, arrival)
+        if not in_turn:
             self._promote_rebuilt(tensors)
 
     def copies(self, *, look: bool = True) -> Copies:
@@ -119,12 +122,10 @@ class Applier:
         return sorted(self.direct), sorted(self.rebuild), dict(sorted(self.reload.items()))
 
     def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that layers on reload read, in the order of the plan; all of them where a layer's reads are not known."""
-        if any(layer in self.plan.reload_only for layer in self.reload):
-            yield from tensors.items()
-            return
-        names = dict.fromkeys(route.tensor for layer, routes in self.routes.items() if layer in self.reload for route in routes)
-        yield from ((name, tensors[name]) for name in names if name is not None)
+        """The tensors that layers on reload read, in their order; all of them where a layer's reads are not known."""
+        names = {route.tensor for layer, routes in self.routes.items() if layer in self.reload for route in routes}
+        every = any(layer in self.plan.reload_only for layer in self.reload)
+        yield from ((name, tensors[name]) for name in tensors if every or name in names)
 
     def _watched(self) -> Copies | None:
         """What layers read of which it is not known yet whether plain copies would do: the same object as `copies` has it, as layers that a
@@ -219,43 +220,6 @@ class Zeros(Mapping[str, torch.Tensor]):
         return len(self.tensors)
 
 
-def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """`region` of a contiguous tensor, without a copy."""
-    return tensor.as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
-
-
-def copy_regions(routes: Iterable[Route], live: Tensors, tensors: Tensors) -> None:
-    """Makes the copies of `routes` into the parameters `live`. Constants are left out."""
-    for route in routes:
-        if route.tensor is not None and route.source is not None:
-            view(live[route.param], route.target).copy_(view(tensors[route.tensor], route.source))
-
-
-def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
-    """Whether a live parameter has, bit for bit, what a route brings to it. False where it is laid out in another way."""
-    if route.tensor is None or route.source is None:
-        return True
-    source = tensors[route.tensor]
-    if not fits(param, route, dtype_name(source.dtype)):
-        return False
-    return torch.equal(_bits(view(param, route.target)), _bits(view(source, route.source).to(param.device)))
-
-
-def fits(param: torch.Tensor, route: Route, dtype: str) -> bool:
-    """Whether a live parameter has room for what a route brings as the checkpoint has it, of this dtype."""
-    return dtype_name(param.dtype) == dtype and param.is_contiguous() and _end(route.target) <= param.numel()
-
-
-def _end(region: Region) -> int:
-    return region.offset + 1 + sum((size - 1) * step for size, step in zip(region.shape, region.stride, strict=True))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor as integers: NaNs are compared by their bits, and -0.0 is not 0.0."""
-    size = tensor.element_size()
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-
-
 def attributes(module: torch.nn.Module) -> dict[str, object]:
     """What a layer holds beside its parameters and submodules, one level into its quantisation method. Values are kept alive, so that
     an object that is replaced cannot be mistaken for its successor; of tensors a sample is taken, so that a change in place is seen."""
@@ -293,7 +257,7 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> str | 
     for name in (*after, *(before.keys() - after.keys())):
         old, new = before.get(name), after.get(name)
         if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-            if old.dtype != new.dtype or old.shape != new.shape or not torch.equal(_bits(old.contiguous()), _bits(new.contiguous())):
+            if old.dtype != new.dtype or old.shape != new.shape or not torch.equal(bits(old.contiguous()), bits(new.contiguous())):
                 return name
         elif old is not new and not (isinstance(old, SIMPLE) and isinstance(new, SIMPLE) and old == new):
             return name

@@ -17,9 +17,10 @@ import torch
 from instep.errors import ApplyError, DigestMismatch, TransportError
 from instep.protocol import Manifest, TensorMeta
 from instep.receiver import watch
-from instep.receiver.apply import Applier, Tensors, copy_regions, holds
+from instep.receiver.apply import Applier
 from instep.receiver.copies import Copies
 from instep.receiver.pull import Puller
+from instep.receiver.regions import Tensors, copy_regions, holds
 from instep.transport import Reader
 
 
@@ -58,7 +59,7 @@ class Seen:
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
 
-    def move(self, copies: Copies, _: Copies | None) -> Tensors:
+    def move(self, copies: Copies, _: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         copy_regions(copies.routes, copies.live, self.tensors)
         return self.tensors
 
@@ -95,7 +96,7 @@ class Pulled:
         self.parts: dict[str, int] = {}
         self.puller: Puller | None = None  # of direct layers, where there are any
 
-    def move(self, copies: Copies, _: Copies | None) -> Tensors:
+    def move(self, copies: Copies, _: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         if copies.routes:
             at = (self.address, *self.reader.bases)  # what was mapped may lie elsewhere when it is mapped again
             if copies.worked_out is None or copies.worked_out[0] != at:
@@ -107,11 +108,12 @@ class Pulled:
         return self.tensors
 
     def held(self, watched: Copies) -> Sequence[object]:
-        return watch.held(watched, self.metas, self.reader.device, self.tensors)
+        return watch.held(watched, self.metas, self.reader.device)
 
     def brought(self, watched: Copies) -> Sequence[object]:
         runs = watch.brought(watched, self.metas, self.reader.places)
-        return watch.summaries(runs, watch.summed(list(chain.from_iterable(runs)), len(runs), self.reader.device))
+        sums = watch.summed(list(chain.from_iterable(runs)), len(runs), self.reader.device)
+        return watch.summaries(watched, runs, sums, self.tensors)
 
     def settle(self) -> None:
         self.parts = self.puller.sums() if self.puller else {}

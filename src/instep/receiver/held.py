@@ -10,8 +10,9 @@ import torch
 from instep.digest import as_bytes, partial, seed_of, unordered
 from instep.protocol import DigestRequest, Held, ParamMeta, Part, Route, TensorMeta, WorkerPlan
 from instep.receiver import Host
-from instep.receiver.apply import Applier, view
+from instep.receiver.apply import Applier
 from instep.receiver.copies import live_tensors
+from instep.receiver.regions import view
 from instep.receiver.trace import trace
 
 COMPUTED = "the engine's loader computes with it"

@@ -13,8 +13,8 @@ from instep.plan.overlap import Rows, common
 from instep.plan.region import rows_of
 from instep.plan.routes import apart, reads
 from instep.protocol import ITEM_BYTES, Route, TensorMeta
-from instep.receiver.apply import copy_regions
 from instep.receiver.copies import Copies
+from instep.receiver.regions import copy_regions
 from instep.transport.exposed import run_of
 from instep.transport.ipc_reader import IpcReader
 

@@ -1,12 +1,11 @@
 """A version that passes by in buckets during a commit: what direct layers take of each goes straight into live storage, and is summed up on
-the way, before the next but one takes its place.
-
-What other layers need is put aside in host memory: all of the model in the first push, little or nothing afterwards.
+the way, before the next but one takes its place. What other layers need is put aside (see `aside.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -14,14 +13,16 @@ from typing import Any
 import torch
 
 from instep.digest_cuda import Run, Table, added, in_one
-from instep.plan.buckets import cut, pieces
+from instep.plan.buckets import Piece, cut, pieces
 from instep.plan.overlap import Rows, contiguous
 from instep.protocol import Manifest, TensorMeta
 from instep.receiver import watch
-from instep.receiver.apply import Applier, copy_regions
+from instep.receiver.apply import Applier
 from instep.receiver.arrival import Proof, check_places
+from instep.receiver.aside import Aside
 from instep.receiver.copies import Copies
 from instep.receiver.pull import moves
+from instep.receiver.regions import copy_regions
 
 
 def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
@@ -77,30 +78,12 @@ class Scatter:
         for table in self.tables[index]:
             table.launch()
 
-    def sums(self) -> tuple[dict[str, int], dict[str, int], list[watch.Summary]]:
+    def sums(self) -> tuple[dict[str, int], dict[str, int], list[int]]:
         """Waits. Of tensors that were put aside, of what this worker reads of the others, and of what was watched."""
         total = added(chain.from_iterable(self.tables))[0]
         wholes = {name: total[slot] for name, slot in self.slots.items()}
         parts = {name: total[slot] for name, slot in self.moves.parts.items()}
-        return wholes, parts, watch.summaries(self.watched, total[len(total) - len(self.watched) :])
-
-
-class Aside(Mapping[str, torch.Tensor]):
-    """Tensors in host memory, filled bucket by bucket. An alias is what it stands for."""
-
-    def __init__(self, metas: Mapping[str, TensorMeta], names: set[str]) -> None:
-        self.metas = metas
-        self.rooms = {name: torch.empty(metas[name].nbytes, dtype=torch.uint8) for name in names}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        meta = self.metas[name]
-        return self.rooms[meta.alias_of or name].view(getattr(torch, meta.dtype)).view(meta.shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, meta in self.metas.items() if (meta.alias_of or name) in self.rooms)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return wholes, parts, total[len(total) - len(self.watched) :]
 
 
 class Streamed:
@@ -113,36 +96,61 @@ class Streamed:
         self.wholes: dict[str, int] = {}
         self.parts: dict[str, int] = {}
         self.theirs: dict[str, int] = {}
-        self.watched: list[watch.Summary] = []
+        self.watched: list[int] = []
+        self.aside: Aside | None = None
         reader.begin()  # nothing is written before it is known that all take part
 
-    def move(self, copies: Copies, watched: Copies | None) -> Mapping[str, torch.Tensor]:
+    def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Mapping[str, torch.Tensor]:
+        """Of a version whose tensors are asked for in turn a bucket comes when something in it is asked for."""
         at = self.manifest.location.address, watched
         if copies.worked_out is None or copies.worked_out[0] != at:
             copies.worked_out = (at, Scatter(copies, watched, self.manifest, self.reader.parts))
-        scatter: Scatter = copies.worked_out[1]
-        aside = Aside(scatter.metas, scatter.aside)
-        for index, bucket in self.reader.receive():
-            scatter.launch(index)
-            if scatter.pieces[index]:
-                self.reader.settle()  # a copy to the host would wait without an end for a peer that died
-            for piece in scatter.pieces[index]:
-                here = bucket[piece.at : piece.at + piece.stop - piece.start]
-                aside.rooms[piece.meta.name][piece.start : piece.stop].copy_(here)
+        self.copies, self.scatter = copies, copies.worked_out[1]
+        kept = self._twice(watched) if in_turn and watched else self.scatter.aside
+        self.aside = Aside(self.scatter.metas, self.scatter.aside, kept, self._passing(ahead=not in_turn), self.reader.device)
+        if in_turn:
+            self.aside.take()  # from here on nothing is under way unless somebody asks for it
+        else:
+            self._take_all()
+        return self.aside
+
+    def _passing(self, *, ahead: bool) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
+        """What each bucket has of tensors that are put aside. While an engine's loader looks at it nothing else may be under way: to
+        bring memory anywhere, or to free it, waits without an end for a peer that died."""
+        for index, bucket in self.reader.receive(ahead=ahead):
+            self.scatter.launch(index)
+            found = [(piece, bucket[piece.at : piece.at + piece.stop - piece.start]) for piece in self.scatter.pieces[index]]
+            if found or not ahead:
+                self.reader.settle()
+            yield found
+
+    def _twice(self, watched: Copies) -> set[str]:
+        """What may be asked for more than once: tensors with other names, and those in which a route cuts a word."""
+        metas = self.scatter.metas
+        cut = {route.tensor for route, runs in zip(watched.routes, self.scatter.watched, strict=True) if not runs and route.tensor}
+        return {meta.alias_of for meta in metas.values() if meta.alias_of} | {metas[name].alias_of or name for name in cut}
+
+    def _take_all(self) -> None:
+        """What is still to come. Nothing happens where everything has come."""
+        aside = self.aside
+        if aside is None or aside.ended:
+            return
+        aside.take_all()
         self.theirs = self.reader.told()
-        for routes in scatter.moves.odd.values():
-            copy_regions(routes, copies.live, aside)
-        self.wholes, self.parts, self.watched = scatter.sums()
-        self.copies, self.aside = copies, aside
-        return aside
+        for routes in self.scatter.moves.odd.values():
+            copy_regions(routes, self.copies.live, aside)
+        self.wholes, self.parts, self.watched = self.scatter.sums()
 
     def held(self, watched: Copies) -> Sequence[object]:
-        return watch.held(watched, self.aside.metas, self.reader.device, self.aside)
+        return watch.held(watched, self.scatter.metas, self.reader.device)
 
-    def brought(self, _: Copies) -> Sequence[object]:
-        return self.watched
+    def brought(self, watched: Copies) -> Sequence[object]:
+        self._take_all()
+        assert self.aside is not None
+        return watch.summaries(watched, self.scatter.watched, self.watched, self.aside)
 
     def settle(self) -> None:
+        self._take_all()
         self.reader.settle()
 
     def prove(self, applier: Applier) -> Proof:
@@ -154,4 +162,7 @@ class Streamed:
         return Proof(len(self.wholes | self.parts), wholes=self.wholes, parts=self.parts, theirs=self.theirs)
 
     def forget(self) -> None:
-        """Nothing is held."""
+        """Also after a loader that failed everything is taken: other engines wait for the same buckets."""
+        with suppress(Exception):  # told already
+            self._take_all()
+        self.aside = None

@@ -1,6 +1,7 @@
 """Whether live storage holds what routes bring, on a GPU: by sums, one launch for all that was brought and one for all that is held.
 
-The digest is keyed by position (see `digest.py`), so the same elements of a tensor have the same sum wherever they lie.
+The digest is keyed by position (see `digest.py`), so the same elements of a tensor have the same sum wherever they lie. Where a
+route cuts a word of eight bytes, a hash is taken.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import xxhash
 
+from instep.digest import as_bytes
 from instep.digest_cuda import Run, Table
 from instep.plan.overlap import Rows, common
 from instep.protocol import TensorMeta
-from instep.receiver.apply import Tensors, fits, holds
 from instep.receiver.copies import Copies
 from instep.receiver.pull import rows_to
+from instep.receiver.regions import Tensors, fits, view
 from instep.transport.exposed import run_of
 
 Summary = int | bool
@@ -23,17 +26,19 @@ UNLIKE = False
 """Of storage that is laid out in another way."""
 
 
-def held(watched: Copies, metas: Mapping[str, TensorMeta], device: torch.device, tensors: Tensors) -> list[Summary]:
-    """Of each route, where it leads. tensors: as they were brought, for routes that cut words."""
-    found: list[Summary] = []
+def held(watched: Copies, metas: Mapping[str, TensorMeta], device: torch.device) -> list[Summary]:
+    """Of each route, where it leads."""
+    found: list[Summary] = [UNLIKE] * len(watched.routes)
     runs = []
     for slot, route in enumerate(watched.routes):
         assert route.tensor is not None
         live, meta = watched.live[route.param], _original(metas, route.tensor)
-        rows = rows_to(route, meta, live)
-        if rows is not None and fits(live, route, meta.dtype):
+        if not fits(live, route, meta.dtype):
+            continue
+        if (rows := rows_to(route, meta, live)) is not None:
             runs.append(run_of(rows, meta, slot))
-        found.append(UNLIKE if rows is not None else holds(live, route, tensors))
+        else:
+            found[slot] = _hash(view(live, route.target))
     sums = summed(runs, len(found), device)
     for run in runs:
         found[run.slot] = sums[run.slot]
@@ -52,9 +57,15 @@ def brought(watched: Copies, metas: Mapping[str, TensorMeta], places: Callable[[
     return runs
 
 
-def summaries(runs: Sequence[Sequence[Run]], sums: Sequence[int]) -> list[Summary]:
-    """Of what was brought. Where words are cut, what is held is compared with it."""
-    return [total if some else True for some, total in zip(runs, sums, strict=True)]
+def summaries(watched: Copies, runs: Sequence[Sequence[Run]], sums: Sequence[int], tensors: Tensors) -> list[Summary]:
+    """Of what each route brings. tensors: as they came, for routes that cut words."""
+    found: list[Summary] = list(sums)
+    for slot, route in enumerate(watched.routes):
+        if not runs[slot]:
+            assert route.tensor is not None
+            assert route.source is not None
+            found[slot] = _hash(view(tensors[route.tensor], route.source))
+    return found
 
 
 def summed(runs: Sequence[Run], slots: int, device: torch.device) -> list[int]:
@@ -62,6 +73,10 @@ def summed(runs: Sequence[Run], slots: int, device: torch.device) -> list[int]:
     table = Table(runs, slots, device, copy=False)
     table.launch()
     return table.result()[0]
+
+
+def _hash(part: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(as_bytes(part).data)
 
 
 def _original(metas: Mapping[str, TensorMeta], name: str) -> TensorMeta:

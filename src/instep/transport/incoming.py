@@ -6,8 +6,7 @@ import mmap
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,17 +23,34 @@ from instep.transport.mapped import Mapped
 from instep.transport.tally import HostTally
 
 
-def receive(group: Group, count: int, room: Callable[[int], torch.Tensor]) -> Iterator[int]:
-    """The index of each bucket when it is there; the next one is under way by then. room: as in `pack`."""
-    under_way: deque[Any] = deque()
-    for index in range(count):
-        under_way.append(group.broadcast(room(index)))
-        if len(under_way) == 2:
-            group.wait(under_way.popleft())
-            yield index - 1
-    for left in range(len(under_way), 0, -1):
-        group.wait(under_way.popleft())
-        yield count - left
+class Buckets:
+    """What rank 0 sends into `parts`, one after the other. Two are under way at a time; a part may be the memory of the last but one."""
+
+    def __init__(self, group: Group, parts: Sequence[torch.Tensor]) -> None:
+        self.group, self.parts = group, parts
+        self.arrived = 0
+        self.under_way: deque[Any] = deque()
+        self._ask()
+        self._ask()
+
+    def wait(self) -> None:
+        """For the next one, if there is one."""
+        if self.under_way:
+            self.group.wait(self.under_way.popleft())
+            self.arrived += 1
+
+    def each(self, *, ahead: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each with its index, good until the next but one. ahead: others are under way meanwhile."""
+        for index, part in enumerate(self.parts):
+            while self.arrived <= index or (self.under_way and not ahead):
+                self.wait()
+            yield index, part
+            self._ask()
+
+    def _ask(self) -> None:
+        asked = self.arrived + len(self.under_way)
+        if asked < len(self.parts):
+            self.under_way.append(self.group.broadcast(self.parts[asked]))
 
 
 JOINED: dict[str, tuple[str, Group]] = {}
@@ -75,8 +91,8 @@ class StagedReader(Mapped):
         group.meet(self.location.sending)
         parts = [self.room[low:high] for low, high in buckets(self.size, self.location.bucket)]
         tally = HostTally(self.tensors, self.location.bucket, flags=False)
-        for index in receive(group, len(parts), parts.__getitem__):
-            tally.add(index, parts[index])
+        for index, part in Buckets(group, parts).each(ahead=True):
+            tally.add(index, part)
         del self.room
         return tally.result()[0]
 
@@ -110,15 +126,12 @@ class StreamReader:
         assert self.group is not None
         self.group.begin(self.me.timeout)
         self.group.meet(self.location.sending)
-        self.under_way = receive(self.group, len(self.parts), self.parts.__getitem__)
-        self.first = next(self.under_way, None)
+        self.buckets = Buckets(self.group, self.parts)
+        self.buckets.wait()
         self.group.settle()
 
-    def receive(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each bucket with its index, good until the next but one."""
-        if self.first is not None:
-            for index in chain([self.first], self.under_way):
-                yield index, self.parts[index]
+    def receive(self, *, ahead: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        return self.buckets.each(ahead=ahead)
 
     def told(self) -> dict[str, int]:
         """After the last bucket: the trainer's own sums, by tensor."""

@@ -1,0 +1,76 @@
+"""Tensors of a version that passes by in buckets, put together for the engine's own loader.
+
+In the first commit, when nothing is written directly yet, that is the whole model. The loader asks for it in the order in which it comes:
+so a bucket is taken when something in it is asked for, and a tensor is let go when it has been handed over. It stays on the GPU, where
+there is room for it: the way to host memory and back takes many times as long as all else. Afterwards it is little or nothing, and put
+into host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+
+import torch
+
+from instep.plan.buckets import Piece
+from instep.protocol import TensorMeta
+
+Passing = Iterator[list[tuple[Piece, torch.Tensor]]]
+"""Of each bucket in order: parts of tensors, with their bytes, good until the next one."""
+
+
+class Aside(Mapping[str, torch.Tensor]):
+    """The tensors `names`. An alias is what it stands for.
+
+    kept: of which more than one question is answered. Each of the others is let go with the first.
+    """
+
+    def __init__(self, metas: Mapping[str, TensorMeta], names: Set[str], kept: Set[str], passing: Passing, device: torch.device) -> None:
+        self.metas, self.names, self.kept = metas, names, kept
+        self.passing, self.ended = passing, False
+        self.device = device if names - kept else torch.device("cpu")
+        self.largest = max((metas[name].nbytes for name in names), default=0)
+        self.left = {name: metas[name].nbytes for name in names}
+        self.rooms = {name: torch.empty(0, dtype=torch.uint8) for name, nbytes in self.left.items() if not nbytes}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        meta = self.metas[name]
+        original = meta.alias_of or name
+        while self.left[original] and self.take():
+            pass
+        room = self.rooms[original] if original in self.kept else self.rooms.pop(original)
+        return room.view(getattr(torch, meta.dtype)).view(meta.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, meta in self.metas.items() if (meta.alias_of or name) in self.names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def take_all(self) -> None:
+        self.ended = True
+        while self.take():
+            pass
+
+    def take(self) -> bool:
+        """The next bucket, if there is one."""
+        parts = next(self.passing, None)
+        for piece, data in parts or ():
+            name = piece.meta.name
+            if name not in self.rooms:
+                self.rooms[name] = torch.empty(piece.meta.nbytes, dtype=torch.uint8, device=self._place(piece.meta.nbytes))
+            self.rooms[name][piece.start : piece.stop].copy_(data)
+            self.left[name] -= piece.stop - piece.start
+        return parts is not None
+
+    def _place(self, nbytes: int) -> torch.device:
+        """On the GPU while the engine's loader has room beside it: it holds a layer as it comes and as it becomes."""
+        room = nbytes + 2 * self.largest <= free(self.device)
+        return self.device if room else torch.device("cpu")
+
+
+def free(device: torch.device) -> int:
+    """Bytes of a GPU that this process could have, PyTorch's cache counted in; none elsewhere."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
