@@ -5,9 +5,10 @@
 #   vllm        those that do, several engines at once: 250 s
 #   bench       every way beside vLLM's own, SHAPES=qwen3-8b: 260 s
 #   fsdp2       the same from two ranks under FSDP2
+#   first       the first pushes over NCCL
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: bench/gpu_session.sh OUT [transports] [vllm] [bench] [fsdp2]}
+out=${1:?usage: bench/gpu_session.sh OUT [transports] [vllm] [bench] [fsdp2] [first]}
 shift
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
@@ -17,7 +18,7 @@ no_vllm=(tests/gpu/test_nccl.py tests/gpu/test_digest_cuda.py tests/gpu/test_ben
 tests() { timeout "$1" python3 -m pytest -q -s -p no:cacheprovider -o faulthandler_timeout=120 "${@:3}" >"$out/$2.log" 2>&1; echo "$2: $(tail -1 "$out/$2.log")"; }
 bench() { timeout "$1" python3 -m instep.bench --shapes "$shapes" --out "$out" "${@:3}" >"$out/$2.log" 2>&1; sed -n '/medians of/,$p' "$out/$2.log"; }
 
-[ $# -gt 0 ] || set -- transports vllm bench fsdp2
+[ $# -gt 0 ] || set -- transports vllm bench fsdp2 first
 for step; do
     case $step in
     transports) tests 200 transports "${no_vllm[@]}" ;;
@@ -29,6 +30,7 @@ for step; do
         tests 300 flat tests/gpu -k flat ;;
     bench) bench 420 bench ;;
     fsdp2) bench 420 fsdp2 --trainer fsdp2 ;;
+    first) timeout 200 python3 tests/gpu/first_push.py "$shapes" >"$out/first.json" 2>"$out/first.log" && cat "$out/first.json" ;;
     *) echo "no step named $step" >&2; exit 2 ;;
     esac
 done

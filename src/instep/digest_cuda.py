@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 import torch
@@ -122,13 +123,16 @@ def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
 
 @lru_cache(maxsize=16)
 def warm_up(device: torch.device) -> None:
-    """Compiles the kernels for a GPU: seconds that no engine should be paused for. On the CPU there is nothing to do."""
+    """Compiles the kernels for a GPU: seconds that no engine should be paused for. On the CPU there is nothing to do.
+
+    Triton compiles anew for addresses that are no multiples of 16: flags of an odd number of slots lie at one.
+    """
     if device.type != "cuda":
         return
     words = torch.zeros(2, dtype=torch.int64, device=device)
     run = Run(words.data_ptr(), words.data_ptr() + 8, 1, 1, 1, 1, 0, 1, 0, 0, "bfloat16")
-    for copy in (True, False):
-        Table([run], 1, device, copy=copy).launch()
+    for copy, slots in product((True, False), (1, 2)):
+        Table([run], slots, device, copy=copy).launch()
     torch.cuda.synchronize(device)
 
 

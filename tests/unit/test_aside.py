@@ -66,9 +66,12 @@ def test_what_was_not_asked_for_is_taken_at_the_end() -> None:
 
 
 def test_it_goes_to_host_memory_where_the_gpu_has_no_room_for_the_loader_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    metas = described(tensors())
     _, put, _ = start(set())
-    put.device = torch.device("cuda")  # nothing is put there
-    for free, where in ((3 * put.largest, "cuda"), (3 * put.largest - 1, "cpu")):
-        monkeypatch.setattr(aside, "free", lambda _, free=free: free)
-        assert put._place(put.largest).type == where
-    assert start(set(tensors()))[1].device.type == "cpu"
+    put.device = torch.device("meta")  # stands for the GPU
+    monkeypatch.setattr(aside, "free", lambda _: 2 * put.largest + metas[0].nbytes + metas[1].nbytes)
+    put._make_room(metas)
+    assert {name: room.device.type for name, room in put.rooms.items()} == {
+        "a": "meta", "b": "meta", "empty": "meta", "c": "cpu", "d": "cpu",
+    }  # fmt: skip
+    assert start(set(tensors()))[1].device.type == "cpu"  # what is kept

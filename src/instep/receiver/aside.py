@@ -55,22 +55,25 @@ class Aside(Mapping[str, torch.Tensor]):
     def take(self) -> bool:
         """The next bucket, if there is one."""
         parts = next(self.passing, None)
+        self._make_room([piece.meta for piece, _ in parts or () if piece.start == 0])
         for piece, data in parts or ():
-            name = piece.meta.name
-            if name not in self.rooms:
-                self.rooms[name] = torch.empty(piece.meta.nbytes, dtype=torch.uint8, device=self._place(piece.meta.nbytes))
-            self.rooms[name][piece.start : piece.stop].copy_(data)
-            self.left[name] -= piece.stop - piece.start
+            self.rooms[piece.meta.name][piece.start : piece.stop].copy_(data)
+            self.left[piece.meta.name] -= piece.stop - piece.start
         return parts is not None
 
-    def _place(self, nbytes: int) -> torch.device:
+    def _make_room(self, metas: list[TensorMeta]) -> None:
         """On the GPU while the engine's loader has room beside it: it holds a layer as it comes and as it becomes."""
-        room = nbytes + 2 * self.largest <= free(self.device)
-        return self.device if room else torch.device("cpu")
+        room = free(self.device) - 2 * self.largest if metas else 0
+        for meta in metas:
+            fits = meta.nbytes <= room
+            self.rooms[meta.name] = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.device if fits else "cpu")
+            room -= meta.nbytes if fits else 0
 
 
 def free(device: torch.device) -> int:
     """Bytes of a GPU that this process could have, PyTorch's cache counted in; none elsewhere."""
     if device.type != "cuda":
         return 0
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    held = torch.cuda.memory_stats(device)
+    cached: int = held["reserved_bytes.all.current"] - held["allocated_bytes.all.current"]
+    return torch.cuda.mem_get_info(device)[0] + cached

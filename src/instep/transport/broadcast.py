@@ -162,6 +162,8 @@ class BroadcastTransport:
                     self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
                 if step == self.way.step:
                     self.sent.set_result(self._send(self.group))
+                elif self.waiting is not None:
+                    self._tally(self.waiting[0])  # while engines still generate
         except Exception as error:
             self._end_group(str(error.args[0]) if error.args else repr(error))
             self._leave()  # what is still on its way would keep the trainer's GPU waiting
