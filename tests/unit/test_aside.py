@@ -65,6 +65,15 @@ def test_what_was_not_asked_for_is_taken_at_the_end() -> None:
     assert all(torch.equal(put[name], tensor) for name, tensor in weights.items())
 
 
+def test_at_the_end_only_what_is_kept_is_put_anywhere() -> None:
+    weights, put, took = start({"c"})
+    assert torch.equal(put["a"], weights["a"])
+    put.take_all()
+    assert len(took) == 4
+    assert set(put.rooms) == {"c"}
+    assert torch.equal(put["tied"], weights["c"])
+
+
 def test_it_goes_to_host_memory_where_the_gpu_has_no_room_for_the_loader_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     metas = described(tensors())
     _, put, _ = start(set())

@@ -48,15 +48,18 @@ class Aside(Mapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
     def take_all(self) -> None:
-        self.ended = True
+        """What is still to come. Only what is kept will be asked for from now on."""
+        self.ended, self.names = True, self.kept
+        self.rooms = {name: room for name, room in self.rooms.items() if name in self.kept}
         while self.take():
             pass
 
     def take(self) -> bool:
         """The next bucket, if there is one."""
         parts = next(self.passing, None)
-        self._make_room([piece.meta for piece, _ in parts or () if piece.start == 0])
-        for piece, data in parts or ():
+        wanted = [(piece, data) for piece, data in parts or () if piece.meta.name in self.names]
+        self._make_room([piece.meta for piece, _ in wanted if piece.start == 0])
+        for piece, data in wanted:
             self.rooms[piece.meta.name][piece.start : piece.stop].copy_(data)
             self.left[piece.meta.name] -= piece.stop - piece.start
         return parts is not None
