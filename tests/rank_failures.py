@@ -18,7 +18,7 @@ from instep.engine.memory import MemoryEngine
 from instep.errors import InstepError, SourceError
 from instep.ranks import follow, gather
 from instep.ranks.channel import Channel
-from instep.transport import incoming
+from instep.transport.incoming import Buckets
 
 RANK = int(os.environ["RANK"])
 
@@ -61,11 +61,11 @@ def engine_fails(way: str) -> dict[str, Any]:
 def failing(receive: Callable[..., Any], bucket: int) -> Callable[..., Any]:
     """An engine's way to receive buckets that ends with an error at one of them."""
 
-    def received(*arguments: Any) -> Any:
-        for index in receive(*arguments):
+    def received(buckets: Buckets, *, ahead: bool) -> Any:
+        for index, part in receive(buckets, ahead=ahead):
             if index == bucket:
                 raise RuntimeError("the engine's memory is full")
-            yield index
+            yield index, part
 
     return received
 
@@ -74,7 +74,7 @@ def engine_fails_while_a_rank_is_slow() -> dict[str, Any]:
     """The engine fails at the third bucket, while rank 0 waits for the last rank's part of the fourth. When each wait has ended."""
     _, engine, sync = begun("one", timeout=60.0)
     sync.push("v0")
-    real_receive, real_take, real_give = incoming.receive, gather.take, follow.give
+    real_receive, real_take, real_give = Buckets.each, gather.take, follow.give
     calls, moments = count(), []
 
     def take(*arguments: Any) -> None:
@@ -90,11 +90,11 @@ def engine_fails_while_a_rank_is_slow() -> dict[str, Any]:
             moments.append(time.monotonic())
         real_give(*arguments)
 
-    incoming.receive, gather.take, follow.give = failing(real_receive, 2), take, give
+    Buckets.each, gather.take, follow.give = failing(real_receive, 2), take, give
     try:
         found = attempt(lambda: sync.push("v1"))
     finally:
-        incoming.receive, gather.take, follow.give = real_receive, real_take, real_give
+        Buckets.each, gather.take, follow.give = real_receive, real_take, real_give
     return ended(sync, engine, **found, moments=moments)
 
 
@@ -125,7 +125,7 @@ def engine_fails_midway(model: str) -> dict[str, Any]:
     sync.push("v0")
     trainer.backward()
     trainer.step()
-    real_receive, real_give, real_tell = incoming.receive, follow.give, Channel.tell
+    real_receive, real_give, real_tell = Buckets.each, follow.give, Channel.tell
     asked, given = [], []
 
     def give(*arguments: Any) -> None:
@@ -136,11 +136,11 @@ def engine_fails_midway(model: str) -> dict[str, Any]:
         asked.append(what)
         real_tell(channel, what, body)
 
-    incoming.receive, follow.give, Channel.tell = failing(real_receive, 5), give, tell  # type: ignore[method-assign]
+    Buckets.each, follow.give, Channel.tell = failing(real_receive, 5), give, tell  # type: ignore[method-assign]
     try:
         found = attempt(lambda: sync.push("v1"))
     finally:
-        incoming.receive, follow.give, Channel.tell = real_receive, real_give, real_tell  # type: ignore[method-assign]
+        Buckets.each, follow.give, Channel.tell = real_receive, real_give, real_tell  # type: ignore[method-assign]
     found = ended(sync, engine, **found, asked=asked.count("give"), given=len(given))
     wanted = MemoryEngine(saved(trainer.gathered())).fingerprint()
     return {**found, "same": engine is None or engine.fingerprint() == wanted}
@@ -222,7 +222,7 @@ def slow_receiver() -> dict[str, Any]:
     """The engine takes its time for each bucket. When each rank began and ended its part of each, on one clock."""
     _, engine, sync = begun("one", timeout=60.0)
     sync.push("v0")
-    real_receive, real_take, real_give = incoming.receive, gather.take, follow.give
+    real_receive, real_take, real_give = Buckets.each, gather.take, follow.give
     seen: list[tuple[str, float, float]] = []
     rooms: list[int] = []
 
@@ -236,17 +236,17 @@ def slow_receiver() -> dict[str, Any]:
 
         return call
 
-    def slow(*arguments: Any) -> Any:
-        for index in real_receive(*arguments):
+    def slow(buckets: Buckets, *, ahead: bool) -> Any:
+        for index, part in real_receive(buckets, ahead=ahead):
             seen.append(("received", time.monotonic(), 0.0))
             time.sleep(0.05)
-            yield index
+            yield index, part
 
-    incoming.receive, gather.take, follow.give = slow, timed(real_take), timed(real_give)
+    Buckets.each, gather.take, follow.give = slow, timed(real_take), timed(real_give)
     try:
         sync.push("v1")
     finally:
-        incoming.receive, gather.take, follow.give = real_receive, real_take, real_give
+        Buckets.each, gather.take, follow.give = real_receive, real_take, real_give
     return ended(sync, engine, seen=seen, room=max(rooms, default=0))
 
 
