@@ -84,7 +84,7 @@ class Applier:
         in_turn = arrival.once and watched is not None and not self.direct | self.rebuild  # as in the first commit
         tensors = arrival.move(copies, watched, in_turn=in_turn)
         if not arrival.once and (now := self.copies()) is not copies:  # looked at while a GPU is at it
-            tensors = arrival.move(now, watched, in_turn=in_turn)  # what was written instead is kept by nobody but `Copies`
+            tensors = arrival.move(now, watched, in_turn=False)  # what was written instead is kept by nobody but `Copies`
         for layer in self.rebuild:
             self._rebuild(layer, tensors)
         if self.rebuild:

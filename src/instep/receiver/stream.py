@@ -117,7 +117,7 @@ class Streamed:
     def _passing(self, *, ahead: bool) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
         """What each bucket has of tensors that are put aside. While an engine's loader looks at it nothing else may be under way: to
         bring memory anywhere, or to free it, waits without an end for a peer that died."""
-        for index, bucket in self.reader.receive(ahead=ahead):
+        for index, bucket in self.reader.buckets.each(ahead=ahead):
             self.scatter.launch(index)
             found = [(piece, bucket[piece.at : piece.at + piece.stop - piece.start]) for piece in self.scatter.pieces[index]]
             if found or not ahead:

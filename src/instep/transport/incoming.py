@@ -130,9 +130,6 @@ class StreamReader:
         self.buckets.wait()
         self.group.settle()
 
-    def receive(self, *, ahead: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        return self.buckets.each(ahead=ahead)
-
     def told(self) -> dict[str, int]:
         """After the last bucket: the trainer's own sums, by tensor."""
         assert self.group is not None
