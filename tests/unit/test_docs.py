@@ -18,7 +18,7 @@ from instep.cli import checks
 from instep.metrics import metrics
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "DESIGN.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "DESIGN.md", *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 RUN = ("quickstart.md", "transports.md", "metrics.md")
@@ -30,7 +30,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     broken = []
     for target, anchor in LINK.findall(page.read_text()):
@@ -40,6 +40,11 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(f"{target}#{anchor}")
     assert broken == []
+
+
+def test_the_index_of_decisions_has_every_page_once() -> None:
+    told = re.findall(r"\(docs/design/([\w-]+)\.md\)", (ROOT / "DESIGN.md").read_text())
+    assert sorted(told) == sorted(page.stem for page in (ROOT / "docs" / "design").glob("*.md"))
 
 
 @pytest.mark.parametrize("name", RUN)
