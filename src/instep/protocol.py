@@ -125,6 +125,8 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: list[TensorMeta]
     digests: dict[str, int]
     location: Location
+    merged: bool = False
+    """Whether an adapter is merged into the tensors: an engine must not apply it a second time."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -219,6 +221,7 @@ class Again(msgspec.Struct, frozen=True):
     sending: str
     base: str | None
     left_at: str | None
+    merged: bool = False
 
 
 class CommitRequest(msgspec.Struct, frozen=True):

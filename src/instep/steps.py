@@ -110,7 +110,8 @@ class Push:
             self.published = session.transport.publish(tensors, values, session.source.device, workers)
             if not self.published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
                 check_unchanged(session.source, self.stamp)
-        return Manifest(self.version, base, tensors, self.published.digests, self.published.location)
+        published = self.published
+        return Manifest(self.version, base, tensors, published.digests, published.location, session.source.merged)
 
     def _expected(self) -> list[float] | None:
         """What the trainer's forward says of the canary."""

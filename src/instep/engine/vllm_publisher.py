@@ -67,7 +67,8 @@ class WeightPublisher:
         self._in_use = True
         with unchanged(self._source):
             published = self._transport.publish(tensors, self._source.tensors())
-        manifest = Manifest(version, base, tensors, published.digests, published.location)
+        merged = bool(getattr(self._source, "merged", False))
+        manifest = Manifest(version, base, tensors, published.digests, published.location, merged)
         return {"manifest": b64encode(encode(manifest)).decode()}
 
     def finished(self) -> None:

@@ -123,6 +123,10 @@ class RankedSource:
         return None
 
     @property
+    def merged(self) -> bool:
+        return self.module.merged
+
+    @property
     def made(self) -> frozenset[str]:
         """Tensors that no rank has: `value` makes them."""
         return frozenset(self.descriptions[0].made)

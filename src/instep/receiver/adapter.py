@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
+from instep.errors import PlanError
 from instep.protocol import TensorMeta
 from instep.receiver import NeverRebuilds, NoAdapters
 from instep.receiver.trace import shape_only
@@ -59,6 +60,30 @@ class AdapterHost(NeverRebuilds, NoAdapters, ABC):
 
     def spare(self, parameter: str) -> tuple[int, str | None]:  # noqa: ARG002
         return 0, None
+
+
+ALONE = "push the base weights alone: `with model.disable_adapter(): sync.push(...)`"
+
+
+def check_base(merged: bool, method: str) -> None:
+    """Raise `PlanError` where an adapter is to be committed beside base weights that have one merged into them."""
+    if merged and method in ("trace", "prepare", "commit"):
+        raise PlanError(
+            "the engine's base weights have an adapter merged into them: with this one they would get it twice", next_step=ALONE
+        )
+
+
+def check_merged(merged: bool, served: Sequence[int]) -> None:
+    """Raise `PlanError` where base weights with an adapter merged into them are to be committed beside adapters.
+
+    served: numbers of the adapters that were pushed and are served.
+    """
+    if merged and served:
+        raise PlanError(
+            f"an adapter is merged into these weights, and the engine serves adapter {served[0]} beside them: "
+            "requests that ask for the adapter would get it twice",
+            next_step=f"{ALONE}, or start an engine of its own for the merged weights",
+        )
 
 
 def register(model: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -47,7 +47,7 @@ from instep.protocol import (
     raw,
 )
 from instep.receiver import Host
-from instep.receiver.adapter import AdapterHost
+from instep.receiver.adapter import AdapterHost, check_base, check_merged
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import arrive, check_arrival
 from instep.receiver.held import held
@@ -85,6 +85,7 @@ class Receiver:
         self.prepared: _Prepared | None = None
         self.last: PrepareRequest | None = None
         self.adapters: dict[int, Receiver] = {}
+        self.merged = False  # an adapter is merged into what is served
         self.checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-arrival")
 
     def handle(self, method: str, payload: bytes) -> bytes:
@@ -94,6 +95,7 @@ class Receiver:
             request = decode(payload, Request)
             seq = request.seq
             if request.adapter:
+                check_base(self.merged, method)
                 return self.of_adapter(request.adapter).handle(method, encode(structs.replace(request, adapter=0)))
             calls = {
                 "hello": self.status,
@@ -170,6 +172,7 @@ class Receiver:
         if wanted.left_at is not None and not self._is_as_left(wanted):
             raise VersionConflict("this worker is not as the trainer has left it")
         self._respect_lease(session)
+        check_merged(manifest.merged, [number for number, adapter in self.adapters.items() if adapter.version is not None])
         if self.applier is None or wanted.signature != self.signature:
             raise PlanError("the worker has no plan for these tensors: it was restarted, or the source changed. Push again")
         known = self.history.get(manifest.version)
@@ -197,7 +200,7 @@ class Receiver:
         if last is None or last.manifest.location.address != again.address:
             raise VersionConflict(f"what version {version!r} was to be prepared as is not what was prepared here last")
         location = structs.replace(last.manifest.location, sending=again.sending)
-        manifest = structs.replace(last.manifest, version=version, base=again.base, location=location)
+        manifest = structs.replace(last.manifest, version=version, base=again.base, location=location, merged=again.merged)
         self._prepare(session, structs.replace(last, manifest=manifest, left_at=again.left_at))
 
     def _is_as_left(self, wanted: PrepareRequest) -> bool:
@@ -248,7 +251,7 @@ class Receiver:
         if not released:
             raise ApplyError("the engine's loader kept views of the published bytes, which the next version will overwrite")
         done = time.perf_counter()
-        self.state, self.version, self.last_error = "serving", manifest.version, None
+        self.state, self.version, self.last_error, self.merged = "serving", manifest.version, None, manifest.merged
         proved = proof.complete or (proof.wholes | proof.parts) == (proof.theirs or sums)
         told = not proved or self.host.world_size > 1  # to be added up with other workers'
         known = manifest.digests or digests

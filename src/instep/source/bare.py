@@ -79,10 +79,19 @@ def adapters(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def adapter_state(layers: Iterable[Any]) -> Hashable:
-    """Changes when adapters are switched, merged or scaled."""
-    return tuple(
-        [(tuple(layer.active_adapters), tuple(layer.merged_adapters), tuple(vars(layer).get("scaling", {}).items())) for layer in layers]
-    )
+    """Changes when adapters are switched, disabled, merged or scaled."""
+    return tuple([_state_of(layer) for layer in layers])
+
+
+def _state_of(layer: Any) -> Hashable:
+    scaling = tuple(vars(layer).get("scaling", {}).items())
+    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters), scaling
+
+
+def applies_adapters(layers: Iterable[Any]) -> bool:
+    """Tell whether the forward of some adapter layer adds an adapter to its base weights now, be it
+    merged in place or computed beside them."""
+    return any(bool(layer.merged_adapters) or _unmerged(layer) for layer in layers if _is_adapter_layer(layer))
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
@@ -115,7 +124,8 @@ def _inner_of_peft(module: Any) -> nn.Module | None:
         inner = module.model
     elif isinstance(module, peft.utils.ModulesToSaveWrapper):
         active = module.active_adapters
-        inner = module.modules_to_save[active[0]] if active else module.original_module
+        passed_by = module.disable_adapters or not active or active[0] not in module.modules_to_save
+        inner = module.original_module if passed_by else module.modules_to_save[active[0]]
     elif isinstance(module, peft.utils.TrainableTokensWrapper):
         inner = module.token_adapter
     return inner
@@ -143,14 +153,29 @@ def _is_adapter_layer(module: nn.Module) -> bool:
 
 
 def _unmerged(layer: Any) -> bool:
-    """Whether a merge would change the base layer. Adapter layers may wrap each other, one for each parameter of a module."""
+    """Tell whether the layer's forward adds an adapter that its base weights do not have.
 
-    def chain(inner: Any) -> Iterator[Any]:
-        while _is_adapter_layer(inner):
-            yield inner
-            inner = inner.base_layer
+    Adapter layers may wrap each other, one for each parameter of a module. Raises `SourceError` for
+    an adapter that is disabled while it is merged: the trainer's next forward takes it out again.
+    """
+    links = list(_chain(layer))
+    disabled = [link.disable_adapters for link in links]
+    if any(disabled):
+        if not all(disabled):
+            raise SourceError("some adapters of a layer are disabled and others are not", next_step="enable or disable all of them")
+        if any(link.merged_adapters for link in links):
+            raise SourceError(
+                "an adapter is merged into the base weights and disabled at once: the next forward takes it out of them",
+                next_step="call unmerge_adapter() before disable_adapter(), then push",
+            )
+        return False
+    return any(set(link.active_adapters) & link._get_available_adapters() for link in links if not link.merged_adapters)
 
-    return any((set(link.active_adapters) - set(link.merged_adapters)) & link._get_available_adapters() for link in chain(layer))
+
+def _chain(layer: Any) -> Iterator[Any]:
+    while _is_adapter_layer(layer):
+        yield layer
+        layer = layer.base_layer
 
 
 def _private_copy(module: nn.Module, own: Mapping[int, torch.Tensor]) -> Any:

@@ -43,6 +43,12 @@ class Guarded:
             return self.source.score(token_ids)
 
     @property
+    def merged(self) -> bool:
+        """Tell whether the values have an adapter merged into them; False for a source that does not say."""
+        with self._calling("merged"):
+            return bool(getattr(self.source, "merged", False))
+
+    @property
     def device(self) -> torch.device:
         with self._calling("tensors"):
             return device_of(self.source)

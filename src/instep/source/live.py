@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.source.bare import adapter_state, adapters
+from instep.source.bare import adapter_state, adapters, applies_adapters
 
 REGISTRIES = itemgetter("_modules", "_parameters", "_buffers")
 FACTS = (torch.Tensor.data_ptr, torch.Tensor.stride, *(getattr(torch.Tensor, fact).__get__ for fact in ("shape", "dtype", "device")))
@@ -55,6 +55,9 @@ class Live:
             and (self._not_saved(), adapter_state(self._adapters)) == self._facts
             and all(list(map(fact, self.tensors)) == known for fact, known in zip(FACTS, self._identities, strict=True))
         )
+
+    def applies_adapters(self) -> bool:
+        return applies_adapters(self._adapters)
 
     def _filled(self) -> list[dict[str, Any]]:
         """The registries of all modules that are not empty."""

@@ -139,6 +139,11 @@ class ModuleSource:
         """Of its first tensor, which need not be merged to know that, in the structure that was seen last."""
         return next((tensor.device for tensor in (self._snapshot or self._current()).state.values()), torch.device("cpu"))
 
+    @property
+    def merged(self) -> bool:
+        """Tell whether the values of this moment have an adapter merged into them."""
+        return self._current().live.applies_adapters()
+
     def _current(self) -> _Snapshot:
         """The snapshot, taken anew after a change of structure. To look takes half a millisecond, a new one some hundred."""
         root = unwrap(self._module)

@@ -18,7 +18,7 @@ from torch import nn
 from instep.plan.region import Box
 from instep.plan.shards import Piece, ordered_box, pieces
 from instep.protocol import TensorMeta, dtype_name
-from instep.source.bare import merge
+from instep.source.bare import adapters, applies_adapters, merge
 from instep.source.layout import Saved
 from instep.source.module import checkpoint, read
 from instep.source.skeleton import Skeleton, structure
@@ -78,6 +78,11 @@ class ShardedModule:
         """Of this rank's tensors, when they were described last."""
         assert self._taken is not None
         return next(iter(self._taken.held.values())).local().device
+
+    @property
+    def merged(self) -> bool:
+        """Tell whether the values of this moment have an adapter merged into them."""
+        return applies_adapters(adapters(self._module.modules()))
 
     def stamp(self) -> Hashable:
         """Does not see changes made through `tensor.data`, which PyTorch does not count."""
