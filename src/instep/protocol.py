@@ -223,6 +223,10 @@ class Again(msgspec.Struct, frozen=True):
     left_at: str | None
     merged: bool = False
 
+    @classmethod
+    def of(cls, manifest: Manifest, left_at: str | None) -> Again:
+        return cls(manifest.location.address, manifest.location.sending, manifest.base, left_at, manifest.merged)
+
 
 class CommitRequest(msgspec.Struct, frozen=True):
     """Take the version that was prepared, or is to be prepared `again` first. Answered by a `WorkerReceipt`. digests: of all its tensors,
@@ -249,38 +253,6 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     parts: dict[str, int] = {}
     theirs: dict[str, int] = {}
     proved: bool = False
-
-
-class DigestRequest(msgspec.Struct, frozen=True):
-    """Asks what a worker holds of the tensors `names`. The whole list and its signature are those of `TraceRequest`. unordered: rather sum
-    up the whole parameters that they go to, in whatever order their elements are (`digest.unordered`)."""
-
-    tensors: list[TensorMeta]
-    signature: str
-    names: list[str]
-    unordered: bool = False
-
-
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What one parameter of a worker holds of one checkpoint tensor.
-
-    param: the worker's. dtype: that the engine stores. regions: of the tensor. total: their sum without the seed (see `digest.py`).
-    proved: a push has shown that the engine keeps this layer as the checkpoint has it.
-    """
-
-    tensor: str
-    param: str
-    dtype: str
-    regions: list[Region]
-    total: int
-    proved: bool
-
-
-class Held(msgspec.Struct, frozen=True):
-    """Answer to digest. unread: tensors that cannot be read back from this worker, and why."""
-
-    parts: list[Part]
-    unread: dict[str, str]
 
 
 T = TypeVar("T")

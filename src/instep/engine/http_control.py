@@ -29,7 +29,6 @@ from instep.errors import InstepError
 from instep.metrics import Metrics
 from instep.protocol import (
     CommitRequest,
-    DigestRequest,
     Fault,
     Identity,
     Method,
@@ -40,6 +39,7 @@ from instep.protocol import (
     decode,
     encode,
 )
+from instep.readback import DigestRequest
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -265,9 +265,8 @@ class Member:
         if isinstance(self.engine, AtOnce):
             whole = request
             if self.in_place(manifest):
-                self.holding.add(address := manifest.location.address)
-                again = Again(address, manifest.location.sending, manifest.base, self.version, manifest.merged)
-                whole = structs.replace(request, again=again)
+                self.holding.add(manifest.location.address)
+                whole = structs.replace(request, again=Again.of(manifest, self.version))
             answers = await self.bounded("commit", self.engine.commit_at_once(self._request(whole), caches, request.version))
             if answers is not None:
                 receipts = self._told("commit", WorkerReceipt, answers)

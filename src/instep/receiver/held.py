@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from instep.digest import as_bytes, partial, seed_of, unordered
-from instep.protocol import DigestRequest, Held, ParamMeta, Part, Route, TensorMeta, WorkerPlan
+from instep.protocol import ParamMeta, Route, TensorMeta, WorkerPlan
+from instep.readback import DigestRequest, Held, Part
 from instep.receiver import Host
 from instep.receiver.apply import Applier
 from instep.receiver.copies import live_tensors

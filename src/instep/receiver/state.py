@@ -31,9 +31,7 @@ from instep.protocol import (
     Again,
     Arrival,
     CommitRequest,
-    DigestRequest,
     Fault,
-    Held,
     Identity,
     Manifest,
     PrepareRequest,
@@ -46,6 +44,7 @@ from instep.protocol import (
     encode,
     raw,
 )
+from instep.readback import DigestRequest, Held
 from instep.receiver import Host
 from instep.receiver.adapter import AdapterHost, check_base, check_merged
 from instep.receiver.apply import Applier
