@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13 python3
 	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: demo test check bench bench-sharded lint setup-demo setup-test clean
+.PHONY: demo test check bench bench-sharded benchmarks lint setup-demo setup-test clean
 
 demo: setup-demo  ## a small language model learns while a live engine follows it
 	$(BIN)/instep demo
@@ -18,9 +18,14 @@ check: lint  ## lint, types and unit tests (layers among them), in a few minutes
 
 bench: setup-test  ## push, and compare with what one would do instead and with what the machine can do
 	$(BIN)/instep bench --out bench/results
+	$(MAKE) benchmarks
 
 bench-sharded: setup-test  ## pushes from 2 and 4 ranks of a sharded trainer, without gathering and with it
 	$(BIN)/python -m instep.bench.sharded --out bench/results
+	$(MAKE) benchmarks
+
+benchmarks: setup-test  ## docs/benchmarks.md and its picture, from the results in bench/results
+	$(BIN)/python -m instep.bench.page bench/results docs
 
 lint: setup-test
 	$(BIN)/ruff check

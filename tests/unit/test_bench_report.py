@@ -65,11 +65,11 @@ def test_the_tables() -> None:
     ]
     lines = tables(results(OURS, BROKEN, THEIRS, limits=PEER, copies=copies)).splitlines()
     assert lines[0] == (
-        "made-up, 10.00 GB in 12 tensors; 2 x Card; driver 1.2; torch 9.9; 2001-02-03; medians of 3; `instep bench`"
+        "made-up, 10.00 GB in 12 tensors; 2 x Card, driver 1.2; torch 9.9; 2001-02-03; `instep bench`; medians of 3"
     )  # fmt: skip
-    assert "| ours | GPU 1 | 50 ms | 2.00 | 4.00 | 25 ms | GPU 0 0 kB (5 kB), GPU 1 2 MB (3.00 GB) |" in lines
-    assert "| broken | GPU 1 | failed: ValueError: too / large by far | – | – | – | – |" in lines
-    assert "| theirs | GPU 1 | 200 ms | 8.00 | – | 100 ms | – |" in lines
+    assert "| ours | GPU 1 | 50 ms | 25 ms | 2.00 | 4.00 | 1500 ms | GPU 0 0 kB (5 kB), GPU 1 2 MB (3.00 GB) |" in lines
+    assert "| broken | GPU 1 | failed: ValueError: too / large by far | – | – | – | – | – |" in lines
+    assert "| theirs | GPU 1 | 200 ms | 100 ms | 8.00 | – | – | – |" in lines
     assert "| peer copy | GPU 1 | 1.00 GB | 400 GB/s | 25 ms |" in lines
     assert "| loop | cuda:1 | 7 | 50 ms | 200 GB/s |" in lines
     assert "| kernel | cuda:1 | 7 | failed: RuntimeError: no | – |" in lines
@@ -92,6 +92,6 @@ def test_the_json_has_what_was_measured_and_what_follows() -> None:
 
 
 def test_numbers_in_words() -> None:
-    assert [time(0.0004567), time(0.01234), time(0.1), time(1.9442)] == ["0.457 ms", "12.3 ms", "100 ms", "1944 ms"]
+    assert [time(0.0004567), time(0.01234), time(0.1), time(1.9442), time(18.44)] == ["0.457 ms", "12.3 ms", "100 ms", "1944 ms", "18.4 s"]
     assert [size(0), size(1536), size(2.5e6), size(16_381_470_720)] == ["0 kB", "2 kB", "2 MB", "16.38 GB"]
     assert [rate(395.4e9), rate(8.25e9), rate(2.139e12)] == ["395 GB/s", "8.25 GB/s", "2139 GB/s"]

@@ -11,6 +11,7 @@
     copies.py      the methods to copy the regions of a plan, side by side
     memory.py      what a push takes at its peak
     results.py     what was found; report.py makes the table and the JSON of it
+    kept.py        reads the JSON files of earlier runs; beside.py, page.py and picture.py make docs/benchmarks.md of them
     generation.py  something else: tokens a second of an actor, beside those of the bare engine
 
 A way that fails becomes a row with its error, and the run goes on.

@@ -1,4 +1,4 @@
-"""The README's table and the JSON of a run: pure functions of its results."""
+"""The tables and the JSON of a run: pure functions of its results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from instep.bench.results import Copy, Limit, Results, Row, Summary, summarize
+from instep.bench.results import Copy, Limit, Results, Row, Setting, Summary, summarize
 
 ERROR_LENGTH = 160
 NONE = "–"
@@ -21,33 +21,35 @@ def as_json(results: Results) -> str:
 def tables(results: Results) -> str:
     """Markdown."""
     setting = results.setting
-    versions = ", ".join(f"{name} {number}" for name, number in setting.versions.items())
-    head = (
-        f"{setting.shapes}, {size(setting.nbytes)} in {setting.tensors} tensors; {'; '.join(setting.machine)}; {versions}; "
-        f"{setting.date}; medians of {setting.repeats}; `{setting.command}`"
-    )
     parts = [
-        head,
-        _table(
-            ("way", "engine", "push", "push / limit", "vLLM's own / this", "generation paused", "extra memory (first push)"),
+        f"{head(setting)}; medians of {setting.repeats}",
+        table(
+            ("way", "engine", "push", "paused", "push / limit", "rival / push", "first push", "extra memory (in the first)"),
             (_row(row, summary) for row, summary in zip(results.rows, summarize(results), strict=True)),
         ),
-        _table(("limit", "engine", "message", "rate", "the model's bytes"), (_limit(limit, setting.nbytes) for limit in results.limits)),
-        _table(("copies of one plan", "to", "regions", "time", "rate"), map(_copy, results.copies)),
+        table(("limit", "engine", "message", "rate", "the model's bytes"), (_limit(limit, setting.nbytes) for limit in results.limits)),
+        table(("copies of one plan", "to", "regions", "time", "rate"), map(_copy, results.copies)),
         "\n".join(_calls(engine, seconds) for engine, seconds in results.calls.items()),
         "\n".join(results.notes),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
+def head(setting: Setting) -> str:
+    """What the numbers belong to, in one sentence."""
+    versions = ", ".join(f"{name} {number}" for name, number in setting.versions.items())
+    model = f"{setting.shapes}, {size(setting.nbytes)} in {setting.tensors} tensors"
+    return f"{model}; {', '.join(setting.machine)}; {versions}; {setting.date}; `{setting.command}`"
+
+
 def _row(row: Row, summary: Summary) -> Sequence[str]:
     if not row.runs:
-        return row.way, row.engine, _failed(row.error), NONE, NONE, NONE, NONE
+        return row.way, row.engine, _failed(row.error), *[NONE] * 5
     medians = summary.medians
     memory = ", ".join(f"{place} {size(nbytes)} ({size(row.cold_memory[place])})" for place, nbytes in row.memory.items())
     return (
-        row.way, row.engine, time(medians["total"]), _times(summary.of_limit), _times(summary.rival_over_this), time(medians["pause"]),
-        memory or NONE,
+        row.way, row.engine, time(medians["total"]), time(medians["pause"]), _times(summary.of_limit), _times(summary.rival_over_this),
+        NONE if row.cold is None else time(row.cold), memory or NONE,
     )  # fmt: skip
 
 
@@ -76,8 +78,10 @@ def _times(ratio: float | None) -> str:
 
 
 def time(seconds: float) -> str:
-    """Milliseconds, to three digits."""
+    """Milliseconds, or seconds from ten on, to three digits."""
     milliseconds = 1e3 * seconds
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
     return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
@@ -89,6 +93,6 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:.0f} MB" if abs(nbytes) >= 1e6 else f"{nbytes / 1e3:.0f} kB"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]) if lines else ""

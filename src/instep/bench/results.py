@@ -86,7 +86,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of calls that move no weights, by engine (medians): one to a worker that does nothing, of which a push makes three, and those
     that pause the engine, its caches reset, and let it go on."""
     notes: list[str] = []
-    """What could not be measured beside the rows, and why."""
+    """What a reader should know of this run: what could not be measured beside the rows and why, what has changed since."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

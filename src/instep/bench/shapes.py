@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from instep.errors import ConfigError
 
-ShapesName = Literal["tiny", "smollm2-135m", "qwen3-0.6b", "qwen3-8b", "llama-70b/tp8"]
+ShapesName = Literal["tiny", "smollm2-135m", "qwen3-0.6b", "qwen3-8b", "qwen3-moe", "llama-70b/tp8"]
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -26,6 +26,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen3-8b": QWEN3 | {
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": False,
+    },
+    # Those of Qwen3-30B-A3B: 128 experts in each layer.
+    "qwen3-moe": QWEN3 | {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "norm_topk_prob": True,
     },
     # What each of eight tensor-parallel workers holds of Llama 70B, as a model of its own.
     "llama-70b/tp8": LLAMA | {

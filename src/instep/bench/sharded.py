@@ -16,8 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from msgspec import structs, to_builtins
+
 from instep.bench.group import free_port
-from instep.bench.machine import processor, versions
+from instep.bench.machine import processor, setting
+from instep.bench.trainer import Trainer
 
 WAYS = ("shm, nothing gathered", "gloo, gathered bucket by bucket", "gloo, gathered whole, then sent")
 SIZES = (2, 4)
@@ -68,9 +71,12 @@ def main(arguments: list[str]) -> None:
     shapes, repeats, out = options["--shapes"], int(options["--repeats"]), Path(options["--out"])
     with tempfile.TemporaryDirectory(prefix="instep-bench-") as scratch:
         ranks = {size: play(size, shapes, repeats, Path(scratch)) for size in SIZES}
-    results = {"shapes": shapes, "repeats": repeats, "machine": processor(), "versions": versions(), "ranks": ranks}
+    command = f"python -m instep.bench.sharded --shapes {shapes} --repeats {repeats}"
+    where = setting(shapes, Trainer(shapes, "meta"), repeats, "fsdp2")
+    where = structs.replace(where, kind="cpu", machine=[processor()], command=command)
+    results = {"setting": to_builtins(where), "ranks": ranks}
     out.mkdir(parents=True, exist_ok=True)
-    file = out / f"sharded-{shapes}.json"
+    file = out / f"cpu-sharded-{shapes}.json"
     file.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{table(results)}\n\nwritten to {file}")
 
