@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import signal
 import subprocess
 import sys
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -49,6 +54,36 @@ def test_a_command_says_which_extra_it_lacks() -> None:
         assert "Traceback" not in result.stderr
 
 
+def test_the_version_is_the_packages() -> None:
+    result = run("--version")
+    assert (result.returncode, result.stdout) == (0, version("instep") + "\n")
+
+
+def test_completion_is_installed_where_no_extra_but_the_command_lines_is(tmp_path: Path) -> None:
+    lacking = ("transformers", "vllm", "gguf", "matplotlib", "ray", "prometheus_client", "jsonschema")
+    hidden = f"import os; os.environ |= {{'HOME': {str(tmp_path)!r}, 'SHELL': '/bin/bash'}}; sys.modules |= dict.fromkeys({lacking}); "
+    result = run("--install-completion", before=hidden)
+    assert result.returncode == 0, result.stderr
+    script = (tmp_path / ".local/share/bash-completion/completions/instep").read_text()
+    assert [word for word in (*COMMANDS, "--engine", "--shapes", "--self-test") if word not in script] == []
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--help"]])
+def test_a_reader_that_leaves_ends_a_command_as_it_ends_any_unix_tool(arguments: list[str]) -> None:
+    """As in `instep doctor | head -1`: without a word, by SIGPIPE."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run([sys.executable, "-c", RUN, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_an_exit_code_that_only_looks_like_a_reader_that_left_is_kept() -> None:
+    """rich ends a process with 1 when the reader has left; so do others, for other reasons."""
+    result = run("doctor", before="import instep.cli.checks as checks; checks.CHECKS = [lambda: sys.exit(1)]; ")
+    assert result.returncode == 1
+
+
 def test_wrong_usage_ends_with_2_and_nothing_on_stdout() -> None:
     result = run("doctor", "--no-such-flag")
     assert result.returncode == 2
@@ -79,6 +114,24 @@ def test_help_says_what_every_argument_is(command: str, capsys: pytest.CaptureFi
     output = capsys.readouterr().out
     assert "Exit codes: 0 done" in output
     assert all(name in output for name in flags(command) if name.startswith("--"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_the_docstring(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it, in `instep COMMAND --help`; its first paragraph in `instep --help`."""
+    text = inspect.getdoc(getattr(import_module(f"instep.cli.{command}"), command))
+    assert text is not None
+    first, *others = (words(paragraph) for paragraph in text.partition("\n\nParameters\n")[0].split("\n\n"))
+    cli.app()(["--help"])
+    assert first in words(capsys.readouterr().out)
+    cli.app()([command, "--help"])
+    output = words(capsys.readouterr().out)
+    assert [paragraph for paragraph in (first, *others) if paragraph not in output] == []
+
+
+def words(text: str) -> str:
+    """Without markup, frames and line breaks."""
+    return " ".join(text.replace("`", "").replace("│", " ").split())
 
 
 NEW, OLD = EngineState("a", "new", "v2"), EngineState("b", "old", "v1")

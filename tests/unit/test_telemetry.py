@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +59,27 @@ def test_the_log_is_always_on(caplog: pytest.LogCaptureFixture) -> None:
     (failure,) = [message for message, level in said.items() if level == "WARNING" and message.startswith("push of")]
     assert "push of v2 failed: memory was told to fail at prepare" in failure
     assert "does not answer; it served v1" in failure
+
+
+ALONE = """
+import logging
+from toys import checkpoint
+from instep import MemoryEngine, WeightSync
+engine = MemoryEngine(checkpoint(0, layers=1))
+engine.inject("prepare")
+with WeightSync(checkpoint(1, layers=1), [engine]) as sync:
+    sync.push("v1")
+"""
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_program_without_logging_is_told_of_a_failure_once(configured: bool) -> None:
+    """By the error that it gets: Python prints warnings that nobody handles, and would print this one as well."""
+    program = ALONE.replace("import logging", "import logging; logging.basicConfig()") if configured else ALONE
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("memory was told to fail at prepare\n") == 1 + configured, done.stderr
 
 
 def sample(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

@@ -1,22 +1,33 @@
-"""The `instep` command. Only this file and cyclopts are read for `instep --help`; a command's own file is imported when it runs.
+"""The `instep` command. Only this file, cyclopts and the docstrings of the commands are read for `instep --help`; a command's own file is
+imported when it runs, or is asked for its own help.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done (some of the engines), 4 digests differ.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done (some of the engines), 4 digests differ, 5 not all compared, 130 interrupted.
 With `--json` the result alone is on stdout; everything else goes to stderr.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instep.cli.output import end_by_sigpipe, outputs, reader_left
 from instep.errors import DigestMismatch, InstepError, SyncError
 
 if TYPE_CHECKING:
     from cyclopts import App
 
-FAILED, PARTLY, DIGESTS_DIFFER = 1, 3, 4
+FAILED, PARTLY, DIGESTS_DIFFER, NOT_ALL_COMPARED = 1, 3, 4, 5
 INTERRUPTED = 130  # as shells have it
-EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done, 4 digests differ. With --json the result alone is on stdout."
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done, 4 digests differ, 5 not all compared, 130 interrupted. "
+    "With --json the result alone is on stdout."
+)
+
+COMMANDS = ("demo", "doctor", "plan", "serve", "push", "status", "watch", "verify", "bench")
+"""Each is a function in the file of its name."""
 
 EXTRAS = {"vllm": "vllm", "ray": "ray", "httpx": "http", "rich": "cli", "transformers": "demo", "gguf": "demo", "matplotlib": "demo"}
 """Packages that only some commands need, and the extra that brings each."""
@@ -30,19 +41,21 @@ def app() -> App:
         name="instep",
         help="Keep LLM inference engines in step with a trainer's weights.",
         help_epilogue=EXIT_CODES,
+        version=lambda: version("instep"),
         default_parameter=Parameter(negative=()),
         result_action="return_value",
     )
-    root.command("instep.cli.demo:demo", name="demo", help="A language model learns while a live engine follows it.")
-    root.command("instep.cli.doctor:doctor", name="doctor", help="What this machine has, and what to do about what it lacks.")
-    root.command("instep.cli.plan:plan", name="plan", help="Which way each layer of a model takes into vLLM, and why.")
-    root.command("instep.cli.serve:serve", name="serve", help="vLLM's server for a model, which trainers can push to.")
-    root.command("instep.cli.push:push", name="push", help="A checkpoint into servers that are running.")
-    root.command("instep.cli.status:status", name="status", help="What each server's engine serves, how far it is behind, what went wrong.")
-    root.command("instep.cli.watch:watch", name="watch", help="The same, live.")
-    root.command("instep.cli.verify:verify", name="verify", help="Whether servers hold the weights of a checkpoint.")
-    root.command("instep.cli.bench:bench", name="bench", help="Pushes beside vLLM's own ways and the limits of this machine.")
+    for name in COMMANDS:
+        root.command(f"instep.cli.{name}:{name}", name=name, help=docstring(name))
+    root.register_install_completion_command(help="Install completion for the shell that runs this.")
     return root
+
+
+def docstring(command: str) -> str | None:
+    """What a command says of itself, read without the packages that it imports."""
+    module = ast.parse(Path(__file__).with_name(f"{command}.py").read_text())
+    functions = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == command)
+    return ast.get_docstring(next(functions))
 
 
 def exit_code(error: InstepError) -> int:
@@ -69,7 +82,7 @@ def main() -> None:
             raise
         sys.exit('the instep command needs cyclopts: pip install "instep[cli]"')
     try:
-        sys.exit(root(sys.argv[1:]))
+        sys.exit(finished(root))
     except InstepError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(exit_code(error))
@@ -80,3 +93,16 @@ def main() -> None:
         sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def finished(root: App) -> int:
+    """The exit code of the command that the arguments name. Ends the process where nobody reads its output any more."""
+    read = outputs()
+    try:
+        code: int = root(sys.argv[1:])
+        print(end="", flush=True)
+        return code
+    except (BrokenPipeError, SystemExit):  # rich makes the latter of the former
+        if reader_left(read):
+            end_by_sigpipe()
+        raise

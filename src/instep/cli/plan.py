@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import torch
-from rich.console import Console
 
 from instep import WeightSync
 from instep.bench import shapes as named
@@ -22,12 +21,12 @@ from instep.bench.subjects import start_vllm, stop_vllm
 from instep.cli.checkpoints import found
 from instep.cli.doctor import stdout_to_stderr
 from instep.cli.layer_rows import Report, alike, rows, tables, timed
+from instep.cli.output import console
 from instep.engine.vllm import EXTENSION
 from instep.errors import ConfigError
 
 TIMEOUT = 600.0
 """Seconds for each phase: the first push of a large model reloads all of it."""
-NO_TERMINAL_WIDTH = 240
 
 
 def plan(model: str | None = None, /, *, tp: int = 1, shapes: ShapesName | None = None, json: bool = False) -> int:
@@ -54,7 +53,7 @@ def plan(model: str | None = None, /, *, tp: int = 1, shapes: ShapesName | None 
     if json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
     else:
-        Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH).print(tables(report))
+        console().print(tables(report))
     return 0
 
 

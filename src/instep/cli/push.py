@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -88,8 +87,7 @@ def push(
 
 @contextmanager
 def spoken() -> Iterator[None]:
-    """An error is told once, by whoever catches it, and with what a command line can do about it."""
-    logging.getLogger("instep").addHandler(logging.NullHandler())
+    """An error comes with what a command line can do about it."""
     try:
         yield
     except InstepError as error:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +18,6 @@ State = Literal["serving", "paused", "waiting", "dirty", "unreachable"]
 
 PATH = "/instep/v1/status"
 DEADLINE = 10.0  # seconds for an answer
-NO_TERMINAL_WIDTH = 240
 COLOURS: dict[State, str] = {"serving": "green", "paused": "yellow", "waiting": "yellow", "dirty": "red", "unreachable": "red"}
 COLUMNS = ("engine", "version", "lag", "state", "last pause", "last error")
 
@@ -100,11 +97,6 @@ def table(rows: Iterable[Row]) -> Table:
         texts = [one.engine, version, "" if one.lag is None else str(one.lag), one.state, pause, " ".join((one.last_error or "").split())]
         made.add_row(*(Text(text, COLOURS[one.state] if text is texts[3] else "") for text in texts))
     return made
-
-
-def console() -> Console:
-    """For results: as wide as they are where nobody looks at them."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
 
 
 def as_json(rows: Sequence[Row]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from instep.cli import FAILED, PARTLY
-from instep.cli.server_status import as_json, ask, console, table
+from instep.cli.output import console
+from instep.cli.server_status import as_json, ask, table
 
 
 def status(urls: list[str], /, *, json: bool = False) -> int:

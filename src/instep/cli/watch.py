@@ -14,7 +14,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from instep.cli.server_status import COLUMNS, Row, as_json, ask, console, table
+from instep.cli.output import console
+from instep.cli.server_status import COLUMNS, Row, as_json, ask, table
 from instep.errors import InstepError
 
 Pressed = Callable[[float], str]

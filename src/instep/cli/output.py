@@ -1,0 +1,48 @@
+"""Where commands write their results, and how one ends whose reader has left."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NO_TERMINAL_WIDTH = 240
+
+
+def console() -> Console:
+    """For results on stdout, as wide as they are where that is no terminal."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
+
+
+def outputs() -> list[int]:
+    """Descriptors of what stdout and stderr are now. rich puts something else in the place of one whose reader has left."""
+    found = []
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it was closed when this process started
+            found.append(os.dup(descriptor))
+    return found
+
+
+def reader_left(descriptors: Iterable[int]) -> bool:
+    """Whether nobody reads one of them any more, as after `instep doctor | head -1`."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def end_by_sigpipe() -> NoReturn:
+    """Ends this process without a word, by the signal that ends other Unix tools then: a shell sees 141."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still holds back
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(128 + signal.SIGPIPE)  # where a parent blocks the signal
