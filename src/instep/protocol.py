@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-Method = Literal["hello", "trace", "prepare", "ready", "commit", "abort", "status", "digest"]
-State = Literal["serving", "dirty"]
+Method = Literal["hello", "trace", "prepare", "ready", "commit", "accept", "abort", "status", "digest"]
+State = Literal["serving", "unproved", "dirty"]
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -150,7 +150,8 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A worker's answer to the `Request` of the same `seq`, and what the worker serves after it. `body` is nil where there is a fault."""
+    """A worker's answer to the `Request` of the same `seq`, and what the worker serves after it.
+    `unproved`: it holds what its trainer has yet to prove. `body` is nil where there is a fault."""
 
     seq: int
     rank: int
@@ -182,8 +183,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
     tensors: list[TensorMeta]
     signature: str
-    config: str = ""
-    """Of an adapter: what peft writes into `adapter_config.json`."""
+    config: str = ""  # of an adapter: what peft writes into `adapter_config.json`
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):

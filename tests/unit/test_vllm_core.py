@@ -11,18 +11,26 @@ from typing import Any
 import pytest
 
 from instep.engine import vllm_plugin
+from instep.engine.at_once import goes_on
 from instep.engine.vllm_core import commit
-from instep.protocol import Fault, Reply, WorkerReceipt, encode, raw
+from instep.protocol import CommitRequest, Fault, Reply, Request, WorkerReceipt, decode, encode, raw
 
-PROVED, UNPROVED = (Reply(1, 0, "serving", "v", None, raw(WorkerReceipt(0, {}, [], [], {}, 1, proved=proved))) for proved in (True, False))
+
+def replied(state: Any, **told: Any) -> Reply:
+    return Reply(1, 0, state, "v" if state == "serving" else "u", None, raw(WorkerReceipt(0, {}, [], [], {}, 1, **told)))
+
+
+PROVED, UNPROVED = replied("serving", proved=True), replied("unproved")
+HALVES = [replied("unproved", parts={"w": part}, theirs={"w": 7}) for part in (3, 4)]
+ACCEPTED = Reply(1, 0, "serving", "v")
 FAILED = Reply(1, 1, "dirty", "u", Fault("ApplyError", "the loader failed"))
 
 
 class Core:
     """vLLM's `EngineCore`. busy: it has a step to finish before it is paused."""
 
-    def __init__(self, *replies: Reply, busy: bool = False) -> None:
-        self.replies, self.called = replies, list[Any]()
+    def __init__(self, *replies: Reply, busy: bool = False, then: Reply = ACCEPTED) -> None:
+        self.replies, self.then, self.called = replies, then, list[Any]()
         self.paused: Future[None] | None = Future() if busy else None
         self.input_queue: SimpleQueue[Any] = SimpleQueue()
 
@@ -32,7 +40,7 @@ class Core:
 
     def collective_rpc(self, method: str, args: tuple[str, bytes]) -> list[bytes]:
         self.called.append((method, *args))
-        return [encode(reply) for reply in self.replies]
+        return [encode(reply if args[0] == "commit" else self.then) for reply in self.replies]
 
     def set_weight_version(self, version: str) -> None:
         self.called.append(("label", version))
@@ -57,6 +65,27 @@ def test_an_engine_goes_on_if_every_worker_has_proved_its_bytes(replies: list[Re
     core = Core(*replies)
     assert commit(core, b"request", True, "v") == [encode(reply) for reply in replies]
     assert core.called == PAUSED + ([("label", "v"), "resume"] if on else [])
+
+
+COMMIT = encode(Request(5, "trainer", raw(CommitRequest("v"))))
+
+
+def test_workers_that_have_proved_a_version_together_accept_it_before_the_engine_goes_on() -> None:
+    core = Core(*HALVES)
+    answers = commit(core, COMMIT, True, "v")
+    assert isinstance(answers, list)
+    assert [decode(answer, Reply).state for answer in answers] == ["serving", "serving"]
+    _, (_, _, request), *rest = core.called[1:]
+    assert decode(request, Request) == Request(5, "trainer", raw("v"))
+    assert rest == [("label", "v"), "resume"]
+
+
+def test_where_one_of_them_does_not_accept_it_the_engine_stays_paused() -> None:
+    core = Core(*HALVES, then=FAILED)
+    answers = commit(core, COMMIT, True, "v")
+    assert isinstance(answers, list)
+    assert not goes_on(answers)
+    assert [call[1] for call in core.called[1:]] == ["commit", "accept"]
 
 
 def test_a_vllm_without_labels_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ class RoundsExtension(WorkerExtension):
             return None
         if since in history:
             raise VersionConflict(f"only the trainer knows the digests of {since!r} and {now!r}: their bytes came live (ipc, nccl)")
-        raise VersionConflict(f"this engine did not serve {since!r}; it served {', '.join(history) or 'its first weights alone'}")
+        served = ", ".join(list(history)[-8:]) or "its first weights alone"
+        raise VersionConflict(f"this engine did not serve {since!r}; it served {served}")
 
     def instep_join(self, rank_offset: int, enter: Callable[[int], Communicator], timeout: float) -> None:
         """Takes this worker's place in a group; a round that an earlier trainer left is forgotten. enter: joins with a rank."""

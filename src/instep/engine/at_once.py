@@ -1,7 +1,8 @@
 """A whole commit in one request, for engines that can run it in their own process: an engine is paused no longer than it takes there.
 
-pause(caches) ── call("commit") ── the workers have proved what they took? ── yes ── label(version), resume()
-                                                                           └─ no: it stays paused, the trainer decides
+pause(caches) ── call("commit") ── each worker has proved what it took? ── yes ── label(version), resume()
+                                     │ no, but they have together: call("accept") ───┘
+                                     └─ no: it stays paused, the trainer decides
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+from msgspec import structs
+
 from instep.digest import MASK
 from instep.engine import CachePolicy, Engine
-from instep.protocol import Reply, WorkerReceipt, decode
+from instep.protocol import Reply, Request, WorkerReceipt, decode, encode, raw
 
 
 @runtime_checkable
@@ -19,7 +22,7 @@ class AtOnce(Protocol):
     """What an `Engine` may have beside its methods."""
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
-        """The workers' replies to "commit"; `went_on` tells what became of it. None, and nothing done, where the engine cannot do that.
+        """The workers' replies to "commit"; `goes_on` tells what became of it. None, and nothing done, where the engine cannot do that.
 
         Raises as `Engine.call` does.
         """
@@ -29,24 +32,48 @@ async def step_by_step(engine: Engine, payload: bytes, caches: CachePolicy, vers
     """`commit_at_once` of an engine whose steps cost little, for whoever is farther away."""
     await engine.pause(caches)
     answers = await engine.call("commit", payload)
+    if proved_together(answers):
+        answers = accepted(answers, await engine.call("accept", acceptance(payload, version)))
     if goes_on(answers):
         await engine.label(version)
         await engine.resume()
     return answers
 
 
-def went_on(receipts: Sequence[WorkerReceipt]) -> bool:
-    """Whether an engine whose workers answered a commit so was labelled and resumed."""
-    return all(receipt.proved for receipt in receipts) or _proved_together(receipts)
+def goes_on(answers: Sequence[bytes]) -> bool:
+    """Whether an engine whose workers answer a commit so is to be labelled and resumed, or was.
+
+    answers: encoded replies.
+    """
+    return _all(decode(answer, Reply) for answer in answers)
 
 
-def goes_on(answers: Iterable[bytes]) -> bool:
-    """Whether an engine whose workers answer a commit so is to be labelled and resumed. answers: encoded replies."""
+def acceptance(payload: bytes, version: str) -> bytes:
+    """The request to accept what `payload`, an encoded request to commit `version`, has written."""
+    return encode(structs.replace(decode(payload, Request), body=raw(version)))
+
+
+def accepted(answers: Sequence[bytes], then: Sequence[bytes]) -> list[bytes]:
+    """The replies to a commit, with what the workers serve after they were told to accept it."""
+    found = []
+    for reply, now in zip(*([decode(data, Reply) for data in some] for some in (answers, then)), strict=True):
+        found.append(encode(structs.replace(reply, state=now.state, version=now.version, fault=now.fault)))
+    return found
+
+
+def proved_together(answers: Sequence[bytes]) -> bool:
+    """Whether workers of which not each has proved what it took have done so together."""
     replies = [decode(answer, Reply) for answer in answers]
-    return not any(reply.fault for reply in replies) and went_on([decode(reply.body, WorkerReceipt) for reply in replies])
+    if _all(replies) or any(reply.fault or reply.state == "dirty" for reply in replies):
+        return False
+    return add_up([decode(reply.body, WorkerReceipt) for reply in replies])
 
 
-def _proved_together(receipts: Sequence[WorkerReceipt]) -> bool:
+def _all(replies: Iterable[Reply]) -> bool:
+    return all(reply.fault is None and reply.state == "serving" for reply in replies)
+
+
+def add_up(receipts: Sequence[WorkerReceipt]) -> bool:
     """Whether the parts that workers hold add up to what the trainer's GPU has told, the same for all of them. Sums are keyed by position:
     workers that hold the same part tell the same, and it counts once. A sum of zero would count for nothing, so it proves nothing."""
     theirs = receipts[0].theirs

@@ -22,7 +22,7 @@ from instep.engine.tcp import LoopThread
 from instep.errors import ConfigError, EngineLost
 from instep.protocol import decode, encode
 
-REPEATABLE = ("hello", "trace", "prepare", "ready", "status", "abort", "digest")
+REPEATABLE = ("hello", "trace", "prepare", "ready", "accept", "status", "abort", "digest")
 """What may be done twice. Anything else is sent again only to ask what came of it: the server then runs nothing that it has not seen."""
 ASKING = ("hello", "status", "score")
 ATTEMPTS, AGAIN = 3, 0.1  # seconds before the second attempt; three times as long before the third

@@ -1,6 +1,6 @@
 """An engine's control routes over HTTP, and what an inference server says while its engine must not generate.
 
-    POST /instep/v1/{hello,trace,prepare,ready,commit,abort,status,digest}   to the workers
+    POST /instep/v1/{hello,trace,prepare,ready,commit,accept,abort,status,digest}   to the workers
     POST /instep/v1/{pause,resume,label,score,refuse}                 to the engine
     GET  /instep/v1/status                                            the same for people, in JSON
 
@@ -50,7 +50,7 @@ PREFIX = "/instep/v1"
 MSGPACK = b"application/msgpack"
 HEALTH = ("/health", "/ping")
 TO_WORKERS: tuple[str, ...] = get_args(Method)
-BODIES: dict[str, Any] = {"trace": TraceRequest, "prepare": PrepareRequest, "commit": CommitRequest, "digest": DigestRequest}
+BODIES: dict[str, Any] = {"trace": TraceRequest, "prepare": PrepareRequest, "commit": CommitRequest, "accept": str, "digest": DigestRequest}
 LARGE, SMALL = 64 << 20, 1 << 20  # bytes: of a list of all tensors, of any other body
 PATIENCE = 30.0  # seconds for a body to arrive
 SHORT, LONG = 5.0, 3600.0  # seconds that a request may take, and a paused engine is left alone, whatever its trainer says
@@ -125,7 +125,7 @@ class Served:
             replies = [decode(data, Reply) for data in await self.engine.call("status", request)]
         return {
             "engine": self.engine.name,
-            "state": "dirty" if self.endpoint.refusal or any(reply.state == "dirty" for reply in replies) else "serving",
+            "state": "dirty" if self.endpoint.refusal or any(reply.state != "serving" for reply in replies) else "serving",
             "versions": sorted({reply.version or "" for reply in replies}),
             "paused": self.endpoint.paused,
             "refuses": self.refusal,

@@ -6,18 +6,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import structs
 
-from instep.engine import CachePolicy, Engine
-from instep.engine.at_once import AtOnce, went_on
-from instep.errors import DigestMismatch, EngineLost, EngineState, EngineTimeout, InstepError, Serving, SyncError, VersionConflict, by_name
-from instep.plan.routes import Plan, check_parts, check_sums, prove
+from instep.engine import CachePolicy
+from instep.engine.at_once import AtOnce, goes_on
+from instep.engine.known import Known
+from instep.errors import ApplyError, DigestMismatch, EngineLost, EngineTimeout, InstepError, SyncError, VersionConflict, by_name
+from instep.plan.routes import check_parts, check_sums, prove
 from instep.protocol import (
-    AdapterConfig,
     Again,
     Arrival,
     CommitRequest,
@@ -43,60 +42,8 @@ POLL = 0.003
 LATE = "a commit did not answer in time: it is not known which weights are in place"
 
 
-@dataclass
-class Member:
-    """One engine, and what was last heard of it."""
-
-    engine: Engine
-    session: str
-    timeout: float
-    adapter: AdapterConfig | None = None  # what is pushed, where it is not the model
-    seq: int = 0
-    version: str | None = None
-    serving: Serving = "old"
-    incarnation: str | None = None
-    pushed: str | None = None
-    """The version that this trainer last brought it, within its current incarnation."""
-    attempted: set[str] = field(default_factory=set)
-    """What this trainer told it to commit: a commit may succeed after its deadline."""
-    condemned: str | None = None
-    """Why it refuses to generate."""
-    plan: Plan | None = None
-    holding: set[str] = field(default_factory=set)
-    """Publications that its workers may still read."""
-    address: str | None = None  # of the publication that it was asked to prepare last
-    workers: list[Identity] = field(default_factory=list)
-    failure: InstepError | None = None
-    phase: str | None = None
-    trusted: bool = False  # not asked what it serves now
-
-    @property
-    def name(self) -> str:
-        return self.engine.name
-
-    def state(self) -> EngineState:
-        failure = self.failure.args[0] if self.failure else None
-        return EngineState(self.name, self.serving, self.version, self.phase if failure else None, failure)
-
-    def behind(self, version: str) -> bool:
-        return self.version != version or self.serving != "old"
-
-    def planned(self, signature: str) -> bool:
-        """Whether there is a plan for tensors with this signature."""
-        return self.plan is not None and self.plan.signature == signature
-
-    def known(self, signature: str) -> bool:
-        """Whether it is as this trainer's last push has left it, and has a plan, so far as one can tell without asking it."""
-        left = self.serving == "new" and self.version == self.pushed and not self.holding
-        return left and self.failure is None and self.condemned is None and self.planned(signature)
-
-    def trust(self) -> None:
-        """Instead of `hello`, for one that is known."""
-        self.trusted, self.serving = True, "old"
-
-    def in_place(self, manifest: Manifest) -> bool:
-        """Whether it is trusted still, and finds these bytes where it found them last."""
-        return self.trusted and self.address == manifest.location.address
+class Member(Known):
+    """One engine, as it is asked."""
 
     async def bounded(self, phase: str, action: Awaitable[T]) -> T:
         """Waits for an engine no longer than the timeout. Whatever else it raises is an `EngineLost`: it is not known what it did."""
@@ -146,7 +93,7 @@ class Member:
         """What the engine serves, from its workers' replies. Raises the first fault among them."""
         self.trusted = False
         versions = {reply.version for reply in replies}
-        mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state == "dirty" for reply in replies)
+        mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state != "serving" for reply in replies)
         self.serving, self.version = ("dirty", self.version) if mixed else ("old", replies[0].version)
         for reply in replies:
             if reply.fault is not None:
@@ -245,8 +192,8 @@ class Member:
         try:
             receipts, on = await self._commit(manifest, request, caches, digests)
             if not on:
-                self._check_sums(manifest, receipts, digests)
-            self.serving, self.pushed, self.holding = "new", manifest.version, set()
+                await self._prove(manifest, receipts, digests)
+            self.serving, self.version, self.pushed, self.holding = "new", manifest.version, manifest.version, set()
             if not on:
                 await self.bounded("label", self.engine.label(manifest.version))
                 await self.bounded("resume", self.engine.resume())
@@ -270,21 +217,26 @@ class Member:
             answers = await self.bounded("commit", self.engine.commit_at_once(self._request(whole), caches, request.version))
             if answers is not None:
                 receipts = self._told("commit", WorkerReceipt, answers)
-                return receipts, went_on(receipts)
+                return receipts, goes_on(answers)
         if self.trusted:
             await self.prepare(manifest, digests)
         await self.bounded("pause", self.engine.pause(caches))
         return await self.call("commit", WorkerReceipt, request), False
 
-    def _check_sums(self, manifest: Manifest, receipts: Sequence[WorkerReceipt], digests: Digests) -> None:
-        """What workers summed up while they pulled it."""
-        if self.plan is None or not any(receipt.wholes or receipt.parts for receipt in receipts):
-            return
+    async def _prove(self, manifest: Manifest, receipts: Sequence[WorkerReceipt], digests: Digests) -> None:
+        """Looks at what workers summed up while they pulled a version, and has them serve it."""
+        summed = any(receipt.wholes or receipt.parts for receipt in receipts)
         try:
-            check_sums(self.name, self.plan, manifest.tensors, digests(), receipts)
+            if self.plan is not None and summed:
+                check_sums(self.name, self.plan, manifest.tensors, digests(), receipts)
         except InstepError:  # also where the trainer has no digests: the worker has taken what nobody proves
             self.serving = "dirty"
             raise
+        if all(receipt.proved for receipt in receipts):
+            return
+        if not summed:
+            raise ApplyError(f"{self.name}: its workers tell nothing by which {manifest.version} could be proved")
+        await self.call("accept", type(None), manifest.version)
 
     async def _after_failed_commit(self, manifest: Manifest, error: InstepError) -> None:
         """An engine that still serves the old version goes on; one that may not be whole must not generate."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from instep.engine.at_once import goes_on
+from instep.engine.at_once import acceptance, accepted, goes_on, proved_together
 
 
 def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] | Future[list[bytes]]:
@@ -38,6 +38,8 @@ def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] 
 
 def _commit(core: Any, payload: bytes, version: str) -> list[bytes]:
     answers: list[bytes] = core.collective_rpc("instep_call", args=("commit", payload))
+    if proved_together(answers):
+        answers = accepted(answers, core.collective_rpc("instep_call", args=("accept", acceptance(payload, version))))
     if goes_on(answers):
         if hasattr(core, "set_weight_version"):  # vLLM 0.27 and later
             core.set_weight_version(version)

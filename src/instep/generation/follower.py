@@ -110,7 +110,7 @@ class Follower:
         answers = await serving.weights.call("status", encode(Request(0, self.name)))
         replies = [decode(answer, Reply) for answer in answers]
         versions = {reply.version for reply in replies}
-        if len(versions) > 1 or any(reply.state == "dirty" for reply in replies):
+        if len(versions) > 1 or any(reply.state != "serving" for reply in replies):
             return f"its workers hold parts of several versions: {', '.join(map(str, versions))}"
         version = versions.pop()
         if version is not None and version != self._client.version:

@@ -1,9 +1,10 @@
-"""The receiver: eight calls, and what a worker knows between them.
+"""The receiver: nine calls, and what a worker knows between them.
 
                  prepare                    commit
     serving old ─────────▶ serving old ───────────────▶ serving new
-         ▲       abort      (prepared)       │ fails after the first write
-         └────────────────────┘              ▼
+         ▲       abort      (prepared)       │   │            ▲
+         └────────────────────┘              │   └▶ unproved ─┘ accept: the trainer has proved it
+                  fails after the first write▼
                                            dirty ── prepare, commit ──▶ serving new
 
 Nothing visible changes before commit. A method never raises: what went wrong is the reply's fault, because vLLM's executor loses step with
@@ -37,7 +38,6 @@ from instep.protocol import (
     PrepareRequest,
     Reply,
     Request,
-    State,
     TraceRequest,
     WorkerReceipt,
     decode,
@@ -51,6 +51,7 @@ from instep.receiver.apply import Applier
 from instep.receiver.arrival import arrive, check_arrival
 from instep.receiver.held import held
 from instep.receiver.request import Expected, decode_prepare
+from instep.receiver.served import Serves, Taken
 from instep.receiver.trace import trace
 from instep.transport import Me, Reader, host, open_location, uuid_of
 
@@ -63,28 +64,23 @@ class _Prepared(msgspec.Struct):
     arrival: Future[tuple[float, dict[str, int]]]
 
 
-class Receiver:
+class Receiver(Serves):
     """One per worker. `handle` is its only entry.
 
     open_reader: how a published version is opened; tests replace it.
     """
 
     def __init__(self, host: Host, open_reader: Callable[[Manifest, Me], Reader] = open_location) -> None:
+        super().__init__()
         self.host = host
         self.open_reader = open_reader
         self.incarnation = uuid.uuid4().hex
-        self.state: State = "serving"
-        self.version: str | None = None
-        self.history: dict[str, str | None] = {}
-        """Digest of each version that was served; None where its bytes came live, and only the trainer has them all."""
-        self.last_error: str | None = None
         self.applier: Applier | None = None
         self.signature: str | None = None
         self.expected = Expected([])
         self.prepared: _Prepared | None = None
         self.last: PrepareRequest | None = None
         self.adapters: dict[int, Receiver] = {}
-        self.merged = False  # an adapter is merged into what is served
         self.checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-arrival")
 
     def handle(self, method: str, payload: bytes) -> bytes:
@@ -103,6 +99,7 @@ class Receiver:
                 "prepare": self.prepare,
                 "ready": self.ready,
                 "commit": self.commit,
+                "accept": self.accept,
                 "abort": self.abort,
                 "digest": self.digest,
             }
@@ -125,7 +122,7 @@ class Receiver:
 
     def dirty(self) -> str | None:
         """Why the model must not run, or None."""
-        dirty = next((receiver for receiver in (self, *self.adapters.values()) if receiver.state == "dirty"), None)
+        dirty = next((receiver for receiver in (self, *self.adapters.values()) if receiver.state != "serving"), None)
         return (dirty.last_error or "its last commit did not end") if dirty else None
 
     def status(self, _: Request) -> Identity:
@@ -222,7 +219,10 @@ class Receiver:
         return Arrival(done=True, digests={} if prepared.manifest.digests else found)
 
     def commit(self, request: Request) -> WorkerReceipt:
-        """Between two engine steps: copies, rebuilds derived state, proves, and takes the version."""
+        """Between two engine steps: copies, rebuilds derived state, proves, and takes the version.
+
+        What the trainer alone can prove is not served, and its label not changed, before it says so (`accept`).
+        """
         wanted = decode(request.body, CommitRequest)
         if wanted.again is not None:
             self._prepare_again(request.session, wanted.version, wanted.again)
@@ -232,7 +232,7 @@ class Receiver:
         manifest, reader, (arrived, digests) = prepared.manifest, prepared.reader, prepared.arrival.result()
         arrival = arrive(manifest, reader, wanted.launch)
         started = time.perf_counter()
-        self.state = "dirty"
+        self.writes()
         try:
             with torch.no_grad():
                 applier.apply(arrival)
@@ -250,11 +250,10 @@ class Receiver:
         if not released:
             raise ApplyError("the engine's loader kept views of the published bytes, which the next version will overwrite")
         done = time.perf_counter()
-        self.state, self.version, self.last_error, self.merged = "serving", manifest.version, None, manifest.merged
         proved = proof.complete or (proof.wholes | proof.parts) == (proof.theirs or sums)
         told = not proved or self.host.world_size > 1  # to be added up with other workers'
         known = manifest.digests or digests
-        self.history[manifest.version] = total(known) if known else self.history.get(manifest.version)
+        self.wrote(Taken(request.session, manifest.version, total(known) if known else None, manifest.merged), proved=proved)
         return WorkerReceipt(
             rank=self.host.rank,
             seconds={"arrive": arrived, "apply": applied - started, "read_back": done - applied},

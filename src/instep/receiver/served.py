@@ -1,0 +1,58 @@
+"""What a worker serves, and whether that is proved."""
+
+from __future__ import annotations
+
+import msgspec
+
+from instep.errors import VersionConflict
+from instep.history import History
+from instep.protocol import Request, State, decode
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A version that a commit wrote. digest: see `Serves.history`."""
+
+    session: str
+    version: str
+    digest: str | None
+    merged: bool
+
+
+class Serves:
+    """Invariant: the version is that of the bytes in place while the state is `serving`."""
+
+    def __init__(self) -> None:
+        self.state: State = "serving"
+        self.version: str | None = None
+        self.history: History[str | None] = History()
+        """Digest of each version that was served; None where its bytes came live, and only the trainer has them all."""
+        self.last_error: str | None = None
+        self.merged = False  # an adapter is merged into what is served
+        self.taken: Taken | None = None  # by the last commit, unless it failed
+
+    def writes(self) -> None:
+        """From here on the bytes in place are of no version."""
+        self.state, self.taken = "dirty", None
+
+    def wrote(self, taken: Taken, *, proved: bool) -> None:
+        """All of a version is in place. What only the trainer can prove is not served before it
+        says so: where it dies before that, whoever is left must not take the bytes for proved."""
+        self.taken, self.state = taken, "unproved"
+        self.last_error = f"its trainer did not prove what it holds of {taken.version}"
+        if proved:
+            self._take(taken)
+
+    def accept(self, request: Request) -> None:
+        """The trainer has proved what the last commit wrote. Safe to repeat.
+
+        Raises `VersionConflict` where that was another version or another trainer's.
+        """
+        version, taken = decode(request.body, str), self.taken
+        if taken is None or (taken.session, taken.version) != (request.session, version):
+            raise VersionConflict(f"version {version!r} was not committed here")
+        if self.state == "unproved":
+            self._take(taken)
+
+    def _take(self, taken: Taken) -> None:
+        self.state, self.version, self.last_error, self.merged = "serving", taken.version, None, taken.merged
+        self.history[taken.version] = taken.digest or self.history.get(taken.version)
