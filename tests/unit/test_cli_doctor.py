@@ -68,6 +68,31 @@ def test_the_page_of_versions_has_those_that_were_tried() -> None:
     assert {tuple(map(int, found)) for found in re.findall(r"^\| (\d+)\.(\d+)\b", page, re.MULTILINE)} == set(checks.TRIED)
 
 
+def test_a_machine_without_a_gpu_is_told_of_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed push sends people here for what transports need."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (finding,) = [finding for check in checks.CHECKS if (finding := checks.run(check)).name == "NCCL"]
+    assert (finding.level, "not used: no GPU here" in finding.text) == ("ok", True)
+
+
+def test_the_line_on_nccl_has_what_must_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    assert "2.28.9, set here: NCCL_CUMEM_ENABLE=0" in checks.nccl().text
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    assert checks.nccl().level == "warn"
+
+
+def test_engines_by_their_url_need_httpx_and_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, httpx="0.28.1")
+    assert (checks.httpx().level, checks.vllm().level) == ("ok", "warn")
+    assert "reached by its URL, which needs httpx only" in checks.vllm().text
+    versions(monkeypatch, vllm="0.32.0")
+    assert (checks.httpx().level, checks.httpx().next_step) == ("warn", 'pip install "instep[http]"')
+
+
 def test_missing_vllm_is_a_warning_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch)
     finding = checks.vllm()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.cli import checkpoints
+from instep.cli import hub as names
 from instep.cli.plan import described
 
 Run = Callable[..., tuple[int, str, str]]
@@ -50,7 +50,7 @@ def hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(checkpoints, "LOOKUP", 0.5)
+        monkeypatch.setattr(names, "LOOKUP", 0.5)
         yield hub
         hub.ended.set()
         hub.shutdown()

@@ -166,6 +166,13 @@ def test_verify_goes_on_past_a_server_that_does_not_answer(server: MemoryServer,
     assert [engine["result"] for engine in json.loads(out)["engines"]] == ["failed", "equal"]
 
 
+def test_a_server_may_be_called_as_errors_and_status_call_it(server: MemoryServer, folder: Path, run: Run) -> None:
+    for command in (["push", folder, "--engine", server.name], ["verify", folder, "--engine", server.name], ["status", server.name]):
+        code, _, err = run(*command)
+        assert code == 0, err
+    assert server.engine.version == "step-1"
+
+
 def test_the_token_reaches_the_server_and_no_output(
     start: Callable[..., MemoryServer], folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,10 +20,12 @@ Run = Callable[..., tuple[int, str, str]]
     [
         (["no/such-model", "--engine", "http://127.0.0.1:9"], "no model of that name can be had from the Hub"),
         (["{empty}", "--engine", "http://127.0.0.1:9"], "no .safetensors file in"),
-        (["{folder}", "--engine", "127.0.0.1:9"], "an engine's URL is like http://host:8000"),
-        (["no/such-model", "--engine", "127.0.0.1:9"], "an engine's URL is like http://host:8000"),
+        (["{folder}", "--engine", "gpu1"], "an engine's URL is like http://host:8000"),
+        (["no/such-model", "--engine", "gpu1"], "an engine's URL is like http://host:8000"),
         (["{folder}", "--engine", "http://user:secret@127.0.0.1:9"], "must not hold a password"),
+        (["{folder}", "--engine", "me:secret@127.0.0.1:9"], "an engine's URL is like http://host:8000"),
         (["{folder}", "--engine", "http://127.0.0.1:9"], "cannot be reached"),
+        (["{folder}", "--engine", "127.0.0.1:9"], "cannot be reached"),
         (["{folder}", "--engine", "http://127.0.0.1:9", "--canary"], "--canary needs the model in transformers"),
     ],
 )
@@ -68,9 +70,24 @@ def test_status_tells_a_dirty_engine_a_wrong_token_and_nobody_apart(start: Calla
     first, second, third = json.loads(out)["engines"]
     assert (first["state"], first["version"], first["lag"]) == ("dirty", None, 1)
     assert "told to fail at tensor 3" in first["last_error"]
-    assert second["state"] == third["state"] == "unreachable"
-    assert "token" in second["last_error"]
+    assert (second["state"], third["state"]) == ("refused", "unreachable")
+    assert "needs a token, and none is set here" in second["last_error"]
     assert "Connect" in third["last_error"]
+
+
+@pytest.mark.parametrize(("given", "said"), [(None, "needs a token, and none is set here"), ("y" * 20, "refused the token")])
+def test_a_wrong_token_is_not_a_missing_one(
+    given: str | None, said: str, start: Callable[..., MemoryServer], folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = start(token="x" * 20)
+    if given:
+        monkeypatch.setenv("INSTEP_TOKEN", given)
+    for command in (["push", folder, "--engine", closed.url], ["verify", folder, "--engine", closed.url], ["status", closed.url]):
+        code, out, err = run(*command)
+        assert code == 1
+        assert said in out + err
+        assert "set INSTEP_TOKEN, or INSTEP_TOKEN_FILE, to the token that the server was started with" in out + err
+        assert "unreachable" not in out + err
 
 
 def test_status_waits_for_nobody_longer_than_its_deadline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

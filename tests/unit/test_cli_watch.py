@@ -113,7 +113,7 @@ def test_who_quits_waits_for_no_silent_server() -> None:
 
 
 def test_a_url_that_is_none_ends_it_in_words() -> None:
-    terminal = Terminal([*PROGRAM, "gpu1:8000"])
+    terminal = Terminal([*PROGRAM, "gpu1"])
     try:
         terminal.until("ConfigError: an engine's URL is like")
         assert terminal.process.wait(PATIENCE) == 1

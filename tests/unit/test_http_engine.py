@@ -14,6 +14,7 @@ from toys import attention
 from instep import MemoryEngine, WeightSync
 from instep.engine import connect, http, http_token
 from instep.engine.http import HttpEngine, HttpRpc
+from instep.engine.http_control import PREFIX
 from instep.engine.http_token import is_loopback, take_token, token_of
 from instep.errors import ConfigError, EngineLost
 
@@ -35,16 +36,24 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         ("https://inference.example/model-a", "inference.example/model-a"),
         ("http://[fd00::1]:8000", "[fd00::1]:8000"),
         ("http://127.0.0.1:8000", "127.0.0.1:8000"),
+        ("gpu1:8000", "gpu1:8000"),
+        ("127.0.0.1:8000/", "127.0.0.1:8000"),
+        ("[fd00::1]:8000", "[fd00::1]:8000"),
+        ("inference.example:80/model-a", "inference.example:80/model-a"),
     ],
 )
 def test_a_url_is_an_engine(url: str, name: str) -> None:
     engine = connect(url)
     assert isinstance(engine, HttpEngine)
     assert engine.name == name
+    rpc: Any = engine.rpc
+    scheme = "https" if url.startswith("https") else "http"
+    assert str(rpc.client.base_url) == f"{scheme}://{name}{PREFIX}/".replace(":80/", "/")  # the scheme's own port goes without saying
 
 
 @pytest.mark.parametrize(
-    "url", ["gpu1:8000", "", "ftp://gpu1", "http://", "http://gpu1:port", "http://gpu1:99999", "http://gpu1/?x=1", "http://[::1", "qwen"]
+    "url",
+    ["gpu1", "gpu1:99999", "", "ftp://gpu1", "http://", "http://gpu1:port", "http://gpu1:99999", "http://gpu1/?x=1", "http://[::1"],
 )
 def test_anything_else_is_none(url: str) -> None:
     with pytest.raises(ConfigError, match="an engine's URL"):

@@ -183,6 +183,7 @@ def test_vllms_flags_go_to_vllm_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     def run(args: Namespace) -> None:
         seen.append(args.instep_catch_up)
 
+    monkeypatch.setattr(serve, "check", lambda *_: None)
     monkeypatch.setattr(serve, "parsed", parsed)
     monkeypatch.setattr(serve, "_command", lambda: SimpleNamespace(cmd=run))
     for before, after in (([], ["--instep-catch-up", "trainer"]), (["--instep-catch-up=trainer"], []), ([], [])):

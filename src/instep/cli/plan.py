@@ -18,8 +18,8 @@ from instep import WeightSync
 from instep.bench import shapes as named
 from instep.bench.shapes import ShapesName
 from instep.bench.subjects import start_vllm, stop_vllm
-from instep.cli.checkpoints import found
 from instep.cli.doctor import stdout_to_stderr
+from instep.cli.hub import found
 from instep.cli.layer_rows import Report, alike, rows, tables, timed
 from instep.cli.output import console
 from instep.engine.vllm import EXTENSION

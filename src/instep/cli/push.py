@@ -11,7 +11,8 @@ import msgspec
 
 from instep import WeightSync
 from instep.cli import PARTLY
-from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, found, version_of
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, version_of
+from instep.cli.hub import found
 from instep.config import Require, TransportName, check_version
 from instep.engine import connect
 from instep.errors import InstepError

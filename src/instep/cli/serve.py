@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from instep.engine.http_token import is_loopback, take_token
+from instep.cli.serve_checks import check, check_host
+from instep.engine.http_token import take_token
 from instep.errors import ConfigError
 
 EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
@@ -38,6 +39,7 @@ def serve(
     if instep_catch_up not in (None, TRAINER) and not Path(instep_catch_up).is_dir():
         raise ConfigError(f"--instep-catch-up takes a directory or `{TRAINER}`, not {instep_catch_up}")
     token = take_token()
+    check(model, flags, token)
     args = parsed([model, *flags])
     args.instep_catch_up = instep_catch_up if instep_catch_up in (None, TRAINER) else str(Path(instep_catch_up).resolve())
     prepare(args, token)
@@ -90,11 +92,8 @@ def _keep_to_loopback(args: Namespace) -> None:
     if args.host is None:
         args.host = "127.0.0.1"
         print("instep: no INSTEP_TOKEN is set, so the server listens on 127.0.0.1 only", file=sys.stderr)
-    elif not is_loopback(args.host):
-        raise ConfigError(
-            f"--host {args.host} without a token: anybody who reaches it could replace the weights",
-            next_step="set INSTEP_TOKEN, or leave --host away",
-        )
+    else:
+        check_host(args.host)
 
 
 def _command() -> Any:

@@ -10,15 +10,15 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from instep.engine.http_token import token_of
-from instep.engine.http_url import place
+from instep.engine.http_token import SET_IT, token_of, turned_away
+from instep.engine.http_url import Place, place
 from instep.errors import ConfigError
 
-State = Literal["serving", "paused", "waiting", "dirty", "unreachable"]
+State = Literal["serving", "paused", "waiting", "dirty", "refused", "unreachable"]
 
 PATH = "/instep/v1/status"
 DEADLINE = 10.0  # seconds for an answer
-COLOURS: dict[State, str] = {"serving": "green", "paused": "yellow", "waiting": "yellow", "dirty": "red", "unreachable": "red"}
+COLOURS: dict[State, str] = {"serving": "green", "paused": "yellow", "waiting": "yellow"}  # else red
 COLUMNS = ("engine", "version", "lag", "state", "last pause", "last error")
 
 
@@ -26,7 +26,7 @@ class Row(msgspec.Struct, frozen=True):
     """One engine.
 
     version: None for its own first weights. lag: versions begun since then that it does not serve. last_pause: seconds.
-    state: `waiting` refuses to generate until it has caught up; `dirty` until a push heals it.
+    state: `waiting` refuses to generate until it has caught up; `dirty` until a push heals it. `refused` does not let this caller in.
     """
 
     engine: str
@@ -47,18 +47,19 @@ def ask(urls: Sequence[str]) -> list[Row]:
     token = token_of()
 
     async def every() -> list[Row]:
-        return await asyncio.gather(*(_row(url, name, local, token) for url, (name, local) in zip(urls, places, strict=True)))
+        return await asyncio.gather(*(_row(place, token) for place in places))
 
     return asyncio.run(every())
 
 
-async def _row(url: str, name: str, local: bool, token: str | None) -> Row:
+async def _row(place: Place, token: str | None) -> Row:
     import httpx
 
+    url, name, local = place
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with asyncio.timeout(DEADLINE), httpx.AsyncClient(trust_env=not local, timeout=None) as client:
-            response = await client.get(url.rstrip("/") + PATH, headers=headers)
+            response = await client.get(url + PATH, headers=headers)
         said = response.json()
     except TimeoutError:
         return Row(name, "unreachable", last_error=f"no answer within {DEADLINE:g} s")
@@ -66,8 +67,10 @@ async def _row(url: str, name: str, local: bool, token: str | None) -> Row:
         return Row(name, "unreachable", last_error=f"{type(error).__name__}: {error}".rstrip(": "))
     except ValueError:
         said = None
+    if response.status_code == 401:
+        return Row(name, "refused", last_error=f"{turned_away(bool(headers))}: {SET_IT}")
     if response.status_code != 200 or not isinstance(said, dict) or "versions" not in said:
-        return Row(name, "unreachable", last_error=_why(response.status_code, said))
+        return Row(name, "refused" if response.status_code == 403 else "unreachable", last_error=_why(response.status_code, said))
     return row(name, said)
 
 
@@ -82,7 +85,7 @@ def row(name: str, said: dict[str, Any]) -> Row:
 
 def _why(status: int, said: Any) -> str:
     text = said.get("error") if isinstance(said, dict) else None
-    if isinstance(text, str) and status in (401, 403, 503):
+    if isinstance(text, str) and status in (403, 503):
         return text
     return f"answered {status}: it has no instep routes, start it with `instep serve`"
 
@@ -92,10 +95,10 @@ def table(rows: Iterable[Row]) -> Table:
     for name in COLUMNS:
         made.add_column(name, justify="right" if name in ("lag", "last pause") else "left", overflow="fold")
     for one in rows:
-        version = one.version or ("its own first weights" if one.state != "unreachable" else "")
+        version = one.version or ("its own first weights" if one.state not in ("refused", "unreachable") else "")
         pause = "" if one.last_pause is None else f"{1e3 * one.last_pause:.0f} ms"
         texts = [one.engine, version, "" if one.lag is None else str(one.lag), one.state, pause, " ".join((one.last_error or "").split())]
-        made.add_row(*(Text(text, COLOURS[one.state] if text is texts[3] else "") for text in texts))
+        made.add_row(*(Text(text, COLOURS.get(one.state, "red") if text is texts[3] else "") for text in texts))
     return made
 
 

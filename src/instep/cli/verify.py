@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from instep.cli import DIGESTS_DIFFER, FAILED, PARTLY
-from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, found
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise
+from instep.cli.hub import found
 from instep.engine import Engine, connect
 from instep.errors import InstepError
 from instep.verify import Verified

@@ -15,7 +15,7 @@ import msgspec
 
 from instep.engine import Engine
 from instep.engine.http_control import MSGPACK, PREFIX, TO_WORKERS, Call
-from instep.engine.http_token import checked, token_of
+from instep.engine.http_token import SET_IT, checked, token_of, turned_away
 from instep.engine.http_url import place
 from instep.engine.rpc import RemoteEngine
 from instep.engine.tcp import LoopThread
@@ -58,10 +58,10 @@ class HttpRpc:
             import httpx
         except ModuleNotFoundError as error:
             raise ConfigError("an engine's URL needs httpx", next_step='pip install "instep[http]"') from error
-        self.name, local = place(url)
+        url, self.name, local = place(url)
         token = checked(token) if token else token_of()
         self.client = httpx.AsyncClient(
-            base_url=url.rstrip("/") + PREFIX,
+            base_url=url + PREFIX,
             headers={"content-type": MSGPACK.decode(), **({"authorization": f"Bearer {token}"} if token else {})},
             timeout=httpx.Timeout(None, connect=CONNECT),  # how long an answer may take is the caller's affair
             limits=httpx.Limits(keepalive_expiry=KEPT),
@@ -93,10 +93,14 @@ class HttpRpc:
         if response.headers.get("content-type") == MSGPACK.decode():
             answer: bytes = response.content
             return answer
-        text = f"{self.name} answered {route} with {response.status_code}: {_message(response)}"
-        if route not in ASKING or response.status_code not in (401, 403, 404, 405):
+        status, text = response.status_code, _message(response)
+        if status == 401:
+            kind = ConfigError if route in ASKING else EngineLost  # the server may be another one since it was asked
+            raise kind(f"{self.name} {turned_away('authorization' in self.client.headers)} (401: {text})", next_step=SET_IT)
+        text = f"{self.name} answered {route} with {status}: {text}"
+        if route not in ASKING or status not in (403, 404, 405):
             raise EngineLost(text)
-        raise ConfigError(text, next_step=None if response.status_code in (401, 403) else "start the server with `instep serve`")
+        raise ConfigError(text, next_step=None if status == 403 else "start the server with `instep serve`")
 
 
 @cache

@@ -22,7 +22,7 @@ import msgspec
 
 from instep.engine import Engine
 from instep.engine.http_once import Once, Stale
-from instep.engine.http_token import bearer
+from instep.engine.http_token import refusal
 from instep.engine.observed import Observed
 from instep.engine.rpc import ARGUMENTS, GONE, LATE_THERE, Endpoint, Outcome
 from instep.errors import InstepError
@@ -186,10 +186,8 @@ class Control:
 def _admit(served: Served, headers: dict[bytes, bytes]) -> None:
     if served.closed is not None:
         raise Refused(403, served.closed)
-    if served.token is not None and not bearer(headers.get(b"authorization", b""), served.token):
-        raise Refused(
-            401, "instep's routes need the server's token: set INSTEP_TOKEN where the trainer runs", **{"www-authenticate": "Bearer"}
-        )
+    if served.token is not None and (why := refusal(headers.get(b"authorization", b""), served.token)):
+        raise Refused(401, why, **{"www-authenticate": "Bearer"})
     if b"origin" in headers:  # a web page in somebody's browser, which reaches the loopback too
         raise Refused(403, "instep's routes are not for web pages")
 

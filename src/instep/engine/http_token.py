@@ -15,6 +15,7 @@ from pathlib import Path
 from instep.errors import ConfigError
 
 VARIABLE, FILE = "INSTEP_TOKEN", "INSTEP_TOKEN_FILE"
+SET_IT = f"set {VARIABLE}, or {FILE}, to the token that the server was started with"
 TOKEN = re.compile(r"[\x21-\x7e]{8,512}")
 
 
@@ -58,6 +59,18 @@ def bearer(header: bytes, token: str) -> bool:
     """Whether an `Authorization` header has the token. Takes as long for a wrong one as for the right one."""
     scheme, _, given = header.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
+
+
+def refusal(header: bytes, token: str) -> str | None:
+    """Why the server does not let a request with this `Authorization` header in, or None."""
+    if bearer(header, token):
+        return None
+    return "the token is not the server's" if header else f"instep's routes need the server's token: {SET_IT}"
+
+
+def turned_away(sent: bool) -> str:
+    """What a server has done that answers 401. sent: whether it was sent a token."""
+    return "refused the token" if sent else "needs a token, and none is set here"
 
 
 def is_loopback(host: str) -> bool:

@@ -1,18 +1,32 @@
-"""A server's URL: what the server is called, and whether it is on this machine."""
+"""A server's URL: all of it, what the server is called, and whether it is on this machine."""
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from instep.engine.http_token import is_loopback
 from instep.errors import ConfigError
 
+HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(/[^?#@]*)?")
 
-def place(url: str) -> tuple[str, bool]:
-    """What a server is called, and whether it is on this machine. The URL is in no error: it may hold a password.
+
+class Place(NamedTuple):
+    """url: with its scheme. local: whether it is on this machine."""
+
+    url: str
+    name: str
+    local: bool
+
+
+def place(url: str) -> Place:
+    """Where a server is. `host:8000`, as errors and `instep status` call it, is `http://host:8000`. The URL is in no error: it may hold a
+    password.
 
     Raises `ConfigError` for a URL that is none or holds a password.
     """
+    url = (f"http://{url}" if HOST_AND_PORT.fullmatch(url) else url).rstrip("/")
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -24,4 +38,4 @@ def place(url: str) -> tuple[str, bool]:
         raise ConfigError("an engine's URL must not hold a password: set INSTEP_TOKEN, or give HttpEngine(url, token=...)")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     name = host + (f":{port}" if port else "") + parts.path.rstrip("/")
-    return name, is_loopback(parts.hostname)
+    return Place(url, name, is_loopback(parts.hostname))

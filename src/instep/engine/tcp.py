@@ -39,6 +39,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 HANDSHAKE = 10.0  # seconds
 SMALL, LARGE = 1 << 10, 1 << 28  # bytes of a frame, before and after a peer has proved that it knows the token
 AGAIN = 0.1  # seconds between two attempts to dial
+NOT_THERE = "start the engines with this address, port and token, at the same time"
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -91,7 +92,7 @@ class TcpListener:
                 found.append(self.arrived.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 text = f"{len(found)} of {count} engines dialled port {self.port} within {timeout:g} s"
-                raise TransportError(text + (f"; {self.problem}" if self.problem else "")) from None
+                raise TransportError(text + (f"; {self.problem}" if self.problem else ""), next_step=NOT_THERE) from None
         return found
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class TcpListener:
                     await send(writer, Welcome(nonce, proof(self.token, "trainer", hello, nonce)))
                     answer = await receive(reader, Proof, SMALL)
                 if not hmac.compare_digest(answer.proof, proof(self.token, "engine", hello, nonce)):
-                    raise TransportError(f"{hello.name} dialled with another token")
+                    raise TransportError(f"{hello.name} dialled and its token was refused: it is another one")
             except Exception as error:
                 self.problem = error.args[0] if isinstance(error, TransportError) else f"a peer that dialled is no engine: {error!r}"
                 return
@@ -213,7 +214,8 @@ class TcpDoor:
             await send(writer, hello)
             welcome = await receive(reader, Welcome, SMALL)
             if not hmac.compare_digest(welcome.proof, proof(self.token, "trainer", hello, welcome.nonce)):
-                raise TransportError("whoever listens there has another token")
+                await send(writer, Proof(b""))  # the other side shall know why nothing follows
+                raise TransportError("the token was refused: whoever listens there has another one")
             await send(writer, Proof(proof(self.token, "engine", hello, welcome.nonce)))
         except BaseException:
             writer.close()

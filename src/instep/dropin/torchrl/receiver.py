@@ -80,7 +80,8 @@ class VLLMWeightReceiver:
             self.shutdown()
             raise TransportError(
                 f"no trainer came within {timeout:g} s" + (f"; {problem}" if problem else ""),
-                next_step="call init_all_workers_group of sender and receivers at the same time, with one scheme",
+                next_step="call init_all_workers_group of sender and receivers at the same time, with one scheme: "
+                "one address, port and token",
             ) from None
         except PlanError:
             self.shutdown()

@@ -1,0 +1,55 @@
+"""Models by name: a directory, a file, or what the Hub has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from instep.errors import ConfigError
+
+FILES = ("*.safetensors", "*.safetensors.index.json", "*.json")
+CONFIGS = ("config.json", "params.json")
+LOOKUP = 10.0
+"""Seconds for the question whether the Hub has a model."""
+
+
+def found(model: str, files: Sequence[str] = FILES) -> Path:
+    """The directory or file, or what huggingface_hub's cache has of a Hub id, downloaded first where it lacks it.
+
+    Raises `ConfigError` where there is nothing of that name.
+    """
+    if Path(model).exists():
+        return Path(model)
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError as error:
+        text = f"{model} is no directory, and a Hub id needs huggingface_hub"
+        raise ConfigError(text, next_step="pip install huggingface_hub") from error
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    unanswered = None
+    try:
+        HfApi().model_info(model, timeout=LOOKUP)  # a download has no deadline for it, or asks again and again
+    except HFValidationError as error:
+        raise ConfigError(f"there is no directory {model}") from error
+    except Exception as error:  # of whatever HTTP library the client uses
+        unanswered = error
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(files), local_files_only=unanswered is not None))
+    except (OSError, ValueError) as error:
+        first = str(unanswered or error).strip().partition("\n")[0]
+        raise ConfigError(f"{model} is no directory, and no model of that name can be had from the Hub, asked once: {first}") from error
+
+
+def in_cache(model: str) -> bool:
+    """Whether huggingface_hub's cache has the config of a Hub id. Nobody is asked."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return any(isinstance(try_to_load_from_cache(model, name), str) for name in CONFIGS)
+    except HFValidationError:
+        return False

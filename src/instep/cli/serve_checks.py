@@ -1,0 +1,80 @@
+"""What `instep serve` refuses at once. vLLM takes half a minute to be imported, and would find it out after that."""
+
+from __future__ import annotations
+
+import os
+import socket
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from instep.cli import hub
+from instep.engine.http_token import is_loopback
+from instep.errors import ConfigError
+
+PORT = "8000"  # vLLM's default
+
+
+def check(model: str, flags: Sequence[str], token: str | None) -> None:
+    """Raises `ConfigError` for a model that is not there, and where the server could not listen, or anybody could push to it.
+
+    flags: vLLM's. What they leave to a file (`--config`) is looked at when vLLM has read it.
+    """
+    given = _given(flags)
+    if "hf_token" not in given and not os.environ.get("VLLM_USE_MODELSCOPE"):
+        check_model(model)
+    if "headless" in given or "uds" in given:
+        return
+    file = "config" in given
+    if token is None and "host" in given:
+        check_host(given["host"])
+    if not file or {"host", "port"} <= given.keys():
+        check_port(given.get("host", "" if token else "127.0.0.1"), given.get("port", PORT))
+
+
+def check_model(model: str) -> None:
+    """model: as vLLM takes it: a directory, a file, a Hub id, or the address of an object store, of which nothing is known here."""
+    if "://" in model or Path(model).exists():
+        return
+    repository = model.partition(":")[0]  # after the colon comes a quantisation of GGUF
+    if not hub.in_cache(repository):
+        hub.found(repository, hub.CONFIGS)
+
+
+def check_host(host: str) -> None:
+    """Of a server without a token."""
+    if not is_loopback(host):
+        raise ConfigError(
+            f"--host {host} without a token: anybody who reaches it could replace the weights",
+            next_step="set INSTEP_TOKEN, or leave --host away",
+        )
+
+
+def check_port(host: str, port: str) -> None:
+    """host: all interfaces where it is empty. As vLLM binds it later. A port that is no number is vLLM's to refuse."""
+    if not port.isdigit():
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, int(port)))
+        except (OSError, OverflowError) as error:
+            where = f"{host or 'all interfaces'} port {port}"
+            raise ConfigError(f"cannot listen at {where}: {error}", next_step="choose another --port, or end what listens there") from None
+
+
+def _given(flags: Sequence[str]) -> dict[str, Any]:
+    """Those of vLLM's flags that matter here, where they are given. vLLM takes `_` for `-` in their names."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    for name in ("--host", "--port", "--uds", "--config", "--hf-token"):
+        parser.add_argument(name, nargs="?")
+    parser.add_argument("--headless", action="store_true")
+    found = vars(parser.parse_known_args([_dashed(flag) for flag in flags])[0])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _dashed(flag: str) -> str:
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value if flag.startswith("--") else flag
