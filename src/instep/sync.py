@@ -16,6 +16,7 @@ from instep.engine import connect
 from instep.engine.fleet import Fleet
 from instep.engine.member import Member
 from instep.errors import ConfigError, EngineState, InstepError, VersionConflict
+from instep.forked import Own
 from instep.ranks.follow import Follower
 from instep.ranks.roles import Lead, role
 from instep.receipt import Receipt
@@ -61,6 +62,7 @@ class WeightSync:
         gather_whole_model: bool = False,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        self._own = Own()
         config = Config(require, caches, transport, cast, timeout, canary, canary_bound, gather_whole_model)
         check_engines(engines)
         self._role = role(source, config, engines=bool(engines))
@@ -83,6 +85,7 @@ class WeightSync:
     async def apush(self, version: str, *, base: str | None = None) -> Receipt:
         """`push` for asyncio. The weights must not change before it returns."""
         check_version(version)
+        self._own.check("WeightSync")
         if isinstance(self._role, Follower):
             return await asyncio.to_thread(self._role.follow, "push", version)
         async with self._exclusive("push", version) as push:
@@ -104,6 +107,7 @@ class WeightSync:
 
     async def acatch_up(self, engine: Any = None) -> Receipt:
         """`catch_up` for asyncio."""
+        self._own.check("WeightSync")
         if isinstance(self._role, Follower):
             return await asyncio.to_thread(self._role.follow, "catch_up", "")
         if engine is not None:
@@ -129,6 +133,7 @@ class WeightSync:
 
     async def astatus(self) -> tuple[EngineState, ...]:
         """`status` for asyncio."""
+        self._own.check("WeightSync")
         if isinstance(self._role, Follower):
             return ()
         fleet = self._session.fleet
@@ -140,7 +145,12 @@ class WeightSync:
         return fleet.states()
 
     def close(self) -> None:
-        """Frees the shared memory. Engines go on serving what they serve."""
+        """Frees the shared memory. Engines go on serving what they serve.
+
+        Does nothing in a child that was forked: all of it is the parent's.
+        """
+        if not self._own.here():
+            return
         self._role.close()
         if isinstance(self._role, Lead):
             self._session.current = None

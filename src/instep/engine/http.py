@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import uuid
 from functools import cache
 from typing import Any
@@ -107,6 +108,9 @@ class HttpRpc:
 def _loop() -> LoopThread:
     """Connections outlive the event loops of those who push."""
     return LoopThread("instep-http")
+
+
+os.register_at_fork(after_in_child=_loop.cache_clear)  # its thread is not in a child
 
 
 def _flat(method: str, payload: bytes) -> tuple[str, bytes]:

@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from instep.config import Config, check_version
+from instep.forked import Own
 from instep.plan.routes import check_metadata
 from instep.protocol import Manifest, TensorMeta, dtype_name, encode
 from instep.source import open_source, unchanged
@@ -39,7 +40,7 @@ class WeightPublisher:
     """
 
     def __init__(self, source: Any, *, dtype: torch.dtype | None = None, timeout: float = Config().timeout) -> None:
-        self._config = Config(timeout=timeout)
+        self._config, self._own = Config(timeout=timeout), Own()
         self._source = open_source(source)
         self._dtype = dtype
         self._transport = ShmTransport()
@@ -59,6 +60,7 @@ class WeightPublisher:
         Raises `ConfigError`, `SourceError`, `PlanError`, `TransportError`: nothing was published.
         """
         check_version(version)
+        self._own.check("WeightPublisher")
         tensors = [self._sent(meta) for meta in self._source.metadata()]
         check_metadata(tensors)
         if self._in_use:  # by an engine that has not finished: memory of its own for the next version

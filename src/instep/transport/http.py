@@ -24,6 +24,7 @@ from msgspec import structs
 
 from instep.digest import Bytes
 from instep.errors import InstepError, TransportError
+from instep.forked import Own
 from instep.protocol import Identity, TensorMeta
 from instep.transport import Published, elsewhere
 from instep.transport.broadcast import own_address
@@ -120,7 +121,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, offered: Callable[[], Callable[[str], Segment | None] | None]) -> None:
-        self.find = offered
+        self.find, self.own = offered, Own()
         try:
             super().__init__((host, 0), _Handler)
         except OSError as error:
@@ -135,7 +136,8 @@ class _Server(ThreadingHTTPServer):
         """A peer that left: it comes back, or its engine says why not."""
 
     def stop(self) -> None:
-        self.shutdown()
+        if self.own.here():  # the thread that would end is not in a child that was forked
+            self.shutdown()
         self.server_close()
 
 

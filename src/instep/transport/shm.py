@@ -27,6 +27,7 @@ import torch
 
 from instep.digest import BLOCK_BYTES, CHUNK, Bytes, all_sums, cores, digests, from_sums, non_finite
 from instep.errors import SourceError, TransportError
+from instep.forked import Own, close, keep
 from instep.plan.buckets import layout, padded
 from instep.protocol import Identity, Location, Manifest, TensorMeta
 from instep.transport import Me, Published, Pull, elsewhere
@@ -66,10 +67,11 @@ class ShmTransport(Pull):
 
     def __init__(self) -> None:
         sweep()
+        self.own = Own()
         self.segments: dict[str, Segment] = {}
         self.free: list[Segment] = []
         self.pool = ThreadPoolExecutor(max_workers=cores())
-        self._at_exit = weakref.finalize(self, _close, self.segments, self.free, os.getpid())
+        self._at_exit = weakref.finalize(self, _close, self.segments, self.free, self.own)
 
     def consider(self, _: torch.device, workers: Sequence[Identity]) -> str | None:
         return elsewhere(workers)
@@ -153,9 +155,9 @@ class ShmTransport(Pull):
         self.pool.shutdown(wait=False)
 
 
-def _close(segments: dict[str, Segment], free: list[Segment], owner: int) -> None:
+def _close(segments: dict[str, Segment], free: list[Segment], own: Own) -> None:
     """Runs once: when the transport is closed, collected, or the trainer ends without either. A forked child owns nothing."""
-    if os.getpid() == owner:
+    if own.here():
         for segment in (*segments.values(), *free):
             segment.close()
         segments.clear()
@@ -187,20 +189,28 @@ class Segment:
                     next_step="give it more room (docker run --shm-size=..., or mount -o remount,size=...) or remove what fills it",
                 )
             unlocked = self.path.with_suffix(".new")  # a sweep between creation and lock must not know it
-            self.file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self.file, fcntl.LOCK_SH)
-            unlocked.rename(self.path)
+            self.lock = keep(os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_SH)
+                unlocked.rename(self.path)
+                # Opened a second time: a mapping keeps the lock of what it maps, also in a forked child.
+                file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError:
+                unlocked.unlink(missing_ok=True)
+                self._unlink()
+                raise
         except OSError as error:
             raise TransportError(
                 f"cannot make a file in {directory()}: {error.strerror}", next_step="let this user write to /dev/shm, or set TMPDIR"
             ) from error
         try:
-            os.posix_fallocate(self.file, 0, self.size) if hasattr(os, "posix_fallocate") else os.ftruncate(self.file, self.size)
-            self.map = mmap.mmap(self.file, self.size)
+            os.posix_fallocate(file, 0, self.size) if hasattr(os, "posix_fallocate") else os.ftruncate(file, self.size)
+            self.map = mmap.mmap(file, self.size)
         except OSError as error:
-            self.path.unlink()
-            os.close(self.file)
+            self._unlink()
             raise TransportError(f"cannot map {self.size >> 20} MiB in {directory()}: {error}") from error
+        finally:
+            os.close(file)
         self.view: Bytes = np.frombuffer(self.map, np.uint8)
 
     def renamed(self) -> Segment:
@@ -210,9 +220,12 @@ class Segment:
         self.name = name
         return self
 
-    def close(self) -> None:
+    def _unlink(self) -> None:
         self.path.unlink(missing_ok=True)
-        os.close(self.file)
+        close(self.lock)
+
+    def close(self) -> None:
+        self._unlink()
         del self.view
         with suppress(BufferError):  # unmapped with the last view
             self.map.close()

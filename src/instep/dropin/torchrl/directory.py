@@ -23,6 +23,7 @@ import torch
 
 from instep.digest import digest
 from instep.errors import ConfigError, SourceError, TransportError
+from instep.forked import close, keep
 from instep.plan.routes import check_metadata
 from instep.protocol import TensorMeta
 from instep.source import Source
@@ -106,12 +107,15 @@ def flush(path: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """One writer at a time; the lock ends with the process."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as file:
+    file = keep(os.open(directory / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another trainer is writing to {directory}", next_step="give each trainer a directory of its own") from None
         yield
+    finally:
+        close(file)
 
 
 class Buffer:
