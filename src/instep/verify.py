@@ -33,6 +33,7 @@ class Verified:
     """One engine beside a source.
 
     equal: tensors whose bytes are in live storage. differing, unread: the others by name, with what is wrong or why it cannot be known.
+    nbytes: of those that are equal. compared, total: bytes of those that were read back, and of all.
     canary_gap: largest difference of a log-probability; None where it was not asked for, or the source has no forward.
     """
 
@@ -41,9 +42,16 @@ class Verified:
     dirty: bool
     equal: int = 0
     nbytes: int = 0
+    compared: int = 0
+    total: int = 0
     differing: dict[str, str] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     canary_gap: float | None = None
+
+    @property
+    def share(self) -> float:
+        """How much of the source was read back and compared, from 0 to 1."""
+        return self.compared / self.total if self.total else 1.0
 
 
 async def verify(source: object, engine: object, *, deadline: float = 60.0, canary: Sequence[int] = ()) -> Verified:
@@ -68,7 +76,10 @@ async def verify(source: object, engine: object, *, deadline: float = 60.0, cana
             for name, why in (await _rearranged(member, read, tensors, unproved)).items():
                 found.unread[name] = why
                 del found.differing[name]
-    found = replace(found, equal=len(equal), nbytes=sum(meta.nbytes for meta in equal))
+    sizes = {meta.name: meta.nbytes for meta in tensors if not meta.alias_of}
+    nbytes, total = sum(meta.nbytes for meta in equal), sum(sizes.values())
+    compared = total - sum(sizes.get(name, 0) for name in found.unread)
+    found = replace(found, equal=len(equal), nbytes=nbytes, compared=compared, total=total)
     if expected := read.score(list(canary)) if canary else None:
         scores = await member.bounded("canary", member.engine.score(list(canary)))
         found = replace(found, canary_gap=float((torch.tensor(scores) - torch.tensor(expected)).abs().max()))

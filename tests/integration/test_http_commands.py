@@ -61,6 +61,11 @@ def test_verify_push_status_and_metrics_tell_one_story(server: Server, checkpoin
     assert (code, pushed["result"], pushed["version"]) == (0, "equal", "two"), out
     assert pushed["equal"] == loaded["equal"]
 
+    code, out = run("verify", second, "--engine", server.url, "--json")
+    (alone,) = json.loads(out)["engines"]
+    assert (code, alone["result"]) == ((5, "not all compared") if alone["unread"] else (0, "equal"))
+    assert (alone["share"] < 1) == bool(alone["unread"])
+
     code, out = run("status", server.url, "--json")
     (row,) = json.loads(out)["engines"]
     assert (code, row["version"], row["state"], row["lag"]) == (0, "two", "serving", 0)

@@ -155,8 +155,49 @@ def test_verify_names_what_differs(server: MemoryServer, folder: Path, run: Run)
     server.engine.hosts[0].model.get_parameter("model.norm.weight")[0] += 1
     code, out, err = run("verify", folder, "--engine", server.url)
     assert (code, err) == (4, "")
-    assert f"(step-1): differs: {len(NEXT) - 1} tensors equal" in out
+    assert f"(step-1): differs: {len(NEXT) - 1} of {len(NEXT)} tensors equal, 1 differ, 0 cannot be read back; 100 % of the bytes" in out
     assert "  differs: model.norm.weight: digest " in out
+
+
+def packed(server: MemoryServer, name: str) -> None:
+    """The engine keeps a parameter in a layout of its own, as vLLM does on CPUs."""
+    parameter = server.engine.hosts[0].model.get_parameter(name)
+    parameter.data = parameter.data.flatten()
+
+
+def test_what_cannot_be_read_back_is_not_called_equal(server: MemoryServer, folder: Path, run: Run) -> None:
+    assert run("push", folder, "--engine", server.url)[0] == 0
+    code, out, _ = run("verify", folder, "--engine", server.url, "--json")
+    (whole,) = json.loads(out)["engines"]
+    assert (code, whole["result"], whole["share"], whole["compared"]) == (0, "equal", 1.0, whole["total"])
+    packed(server, "model.layers.0.self_attn.o_proj.weight")
+    code, out, _ = run("verify", folder, "--engine", server.url, "--json")
+    (part,) = json.loads(out)["engines"]
+    assert (code, part["result"], list(part["unread"])) == (5, "not all compared", ["model.layers.0.self_attn.o_proj.weight"])
+    lost = NEXT["model.layers.0.self_attn.o_proj.weight"].nbytes
+    assert part["compared"] == whole["total"] - lost
+    assert part["share"] == part["compared"] / whole["total"]
+    code, out, _ = run("verify", folder, "--engine", server.url)
+    first, *others = out.splitlines()
+    share = int(100 * part["share"])
+    assert f"(step-1): not all compared: {len(NEXT) - 1} of {len(NEXT)} tensors equal" in first
+    assert f"1 cannot be read back; {share} % of the bytes were" in first
+    assert others[-1] == "  next: --canary compares what the engine computes"
+
+
+def test_a_difference_says_more_than_what_cannot_be_read_back(server: MemoryServer, folder: Path, run: Run) -> None:
+    assert run("push", folder, "--engine", server.url)[0] == 0
+    packed(server, "model.layers.0.self_attn.o_proj.weight")
+    server.engine.hosts[0].model.get_parameter("model.norm.weight")[0] += 1
+    assert run("verify", folder, "--engine", server.url)[0] == 4
+
+
+def test_of_several_servers_the_worst_decides(start: Callable[..., MemoryServer], folder: Path, run: Run) -> None:
+    whole, part = start(), start()
+    assert run("push", folder, "--engine", whole.url, part.url)[0] == 0
+    packed(part, "model.layers.0.self_attn.o_proj.weight")
+    assert run("verify", folder, "--engine", whole.url, part.url)[0] == 5
+    assert run("verify", folder, "--engine", "127.0.0.1:9", part.url)[0] == 3
 
 
 def test_verify_goes_on_past_a_server_that_does_not_answer(server: MemoryServer, folder: Path, run: Run) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import floor
 from typing import Any
 
 import msgspec
 
-from instep.cli import DIGESTS_DIFFER, FAILED, PARTLY
+from instep.cli import DIGESTS_DIFFER, FAILED, NOT_ALL_COMPARED, PARTLY
 from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise
 from instep.cli.hub import found
 from instep.engine import Engine, connect
@@ -24,8 +25,11 @@ SHOWN = 5  # tensors of each kind that are named
 def verify(model: str, /, *, engine: Urls, canary: bool = False, json: bool = False) -> int:
     """Compare the weights that servers hold now with a checkpoint, by digests. Nothing is changed, generation goes on.
 
-    What a server keeps in a layout of its own cannot be read back: it is counted, and --canary covers it.
-    Exit code 0 if nothing differs, 4 if something does, 3 if some engines could not be asked, 1 if none could.
+    What a server keeps in a layout of its own cannot be read back. The result says what share was, and --canary covers the rest:
+    it compares what the engine computes. Where the server has a token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it.
+
+    Exit code 0 if all was read back and is equal, or what was is and the canary agrees; 4 if something differs; 5 if what was read
+    back is equal, and the rest is not known; 3 if some engines could not be asked, 1 if none could.
 
     Parameters
     ----------
@@ -65,32 +69,40 @@ async def every(source: Checkpoint, engines: Sequence[Engine], canary: Sequence[
 def word(result: Verified | InstepError) -> str:
     if isinstance(result, InstepError):
         return "failed"
-    off = result.canary_gap is not None and not result.canary_gap <= CANARY_BOUND
-    return "differs" if result.differing or result.dirty or off else "equal" if result.equal else "nothing could be compared"
+    asked = result.canary_gap is not None
+    agrees = result.canary_gap is not None and result.canary_gap <= CANARY_BOUND
+    if result.differing or result.dirty or (asked and not agrees):
+        return "differs"
+    return "not all compared" if result.unread and not agrees else "equal"
 
 
 def exit_code(results: Sequence[Verified | InstepError]) -> int:
     words = [word(result) for result in results]
     if "differs" in words:
         return DIGESTS_DIFFER
-    return 0 if set(words) == {"equal"} else PARTLY if "equal" in words else FAILED
+    if "failed" in words:
+        return FAILED if set(words) == {"failed"} else PARTLY
+    return NOT_ALL_COMPARED if "not all compared" in words else 0
 
 
 def as_dict(name: str, result: Verified | InstepError) -> dict[str, Any]:
     if isinstance(result, InstepError):
         return {"engine": name, "result": "failed", "error": f"{type(result).__name__}: {result.args[0]}", "next_step": result.next_step}
-    return asdict(result) | {"result": word(result)}
+    return asdict(result) | {"result": word(result), "share": result.share}
 
 
 def lines(name: str, result: Verified | InstepError) -> list[str]:
     if isinstance(result, InstepError):
         return [f"{name}: failed: {type(result).__name__}: {result}"]
     label = "DIRTY" if result.dirty else result.version or "its own first weights"
-    text = f"{result.engine} ({label}): {word(result)}: {result.equal} tensors equal ({result.nbytes / 1e6:.1f} MB)"
-    text += f", {len(result.differing)} differ, {len(result.unread)} cannot be read back"
+    count = result.equal + len(result.differing) + len(result.unread)
+    text = f"{result.engine} ({label}): {word(result)}: {result.equal} of {count} tensors equal, {len(result.differing)} differ"
+    text += f", {len(result.unread)} cannot be read back; {floor(100 * result.share)} % of the bytes were"
+    text += f" ({result.compared / 1e6:.1f} of {result.total / 1e6:.1f} MB)"
     if result.canary_gap is not None:
         text += f", canary gap {result.canary_gap:.2g} (bound {CANARY_BOUND:g})"
-    return [text, *_named("differs", result.differing), *_named("not read back", result.unread)]
+    next_step = ["  next: --canary compares what the engine computes"] * (word(result) == "not all compared")
+    return [text, *_named("differs", result.differing), *_named("not read back", result.unread), *next_step]
 
 
 def _named(kind: str, tensors: dict[str, str]) -> list[str]:
