@@ -5,6 +5,7 @@
       SourceError         the trainer's tensors could not be read, or changed while they were read
       PlanError           source and engine disagree about names, shapes or dtypes; no byte has moved
       VersionConflict     the version was served before, or does not follow what the engine serves
+        EngineBusy        ... because another trainer is pushing to the engine
       TransportError      the bytes could not be published or opened
       SyncError           a push did not reach every engine; `.engines` says what each serves now
         EngineTimeout     ... because a deadline passed
@@ -87,6 +88,12 @@ class VersionConflict(InstepError):
     """The version was served before, or does not follow what the engine serves. Engines keep what they serve."""
 
     next_step = "engines keep what they serve: `sync.status()` says what that is"
+
+
+class EngineBusy(VersionConflict):
+    """Another trainer is pushing to the engine. It keeps what it serves until that push is over."""
+
+    next_step = "wait until the other trainer's push is over, or stop that trainer"
 
 
 class TransportError(InstepError):

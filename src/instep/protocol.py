@@ -11,7 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-Method = Literal["hello", "trace", "prepare", "ready", "commit", "accept", "abort", "status", "digest"]
+Method = Literal[
+    "hello", "trace", "reserve", "prepare", "ready", "commit", "accept", "abort", "status", "digest"
+]
 State = Literal["serving", "unproved", "dirty"]
 
 ITEM_BYTES = {
@@ -176,6 +178,7 @@ class Identity(msgspec.Struct, frozen=True):
     prepared: str | None
     holding: list[str]
     last_error: str | None = None
+    busy: bool = False  # another trainer than the one that asks is pushing
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -230,12 +233,14 @@ class Again(msgspec.Struct, frozen=True):
 
 class CommitRequest(msgspec.Struct, frozen=True):
     """Take the version that was prepared, or is to be prepared `again` first. Answered by a `WorkerReceipt`. digests: of all its tensors,
-    where the trainer has them by now. launch: which of the sums that the trainer's GPU tells are those of this version; 0 for none."""
+    where the trainer has them by now. launch: which of the sums that the trainer's GPU tells are those of this version; 0 for none.
+    hold: keep other trainers away until this one aborts: it has yet to label the engine and to have it go on."""
 
     version: str
     digests: dict[str, int] = {}
     launch: int = 0
     again: Again | None = None
+    hold: bool = False
 
 
 class WorkerReceipt(msgspec.Struct, frozen=True):

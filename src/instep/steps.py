@@ -167,11 +167,9 @@ class Push:
                     await fleet.each(members, lambda member: sending.unless(member.prepare(manifest, self.digests)))
             self._remaining(members)
         except InstepError as error:
-            failures = [(member, member.failure) for member in members]
-            await fleet.each([member for member, failure in failures if failure is None], Member.abort)
-            for member, failure in failures:
-                member.failure = failure
+            await fleet.withdraw(members)
             return error
+        await fleet.withdraw([member for member in members if member.failure])  # of its workers some may have prepared it
         return None
 
     async def commit(self, members: Sequence[Member], manifest: Manifest) -> tuple[dict[str, EngineReceipt], Manifest]:
@@ -196,7 +194,7 @@ class Push:
         session, published = self.session, self.published
         assert published is not None
         with self.phase("commit"):
-            request = CommitRequest(self.version, {} if session.transport.late else self.digests(), published.launch)
+            request = CommitRequest(self.version, {} if session.transport.late else self.digests(), published.launch, hold=True)
             async with session.transport.serving("commit") as sending:
                 return await session.fleet.each(
                     members, lambda member: sending.unless(member.commit(manifest, request, session.config.caches, self.digests))

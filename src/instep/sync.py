@@ -145,12 +145,14 @@ class WeightSync:
         return fleet.states()
 
     def close(self) -> None:
-        """Frees the shared memory. Engines go on serving what they serve.
+        """Frees the shared memory and lets other trainers in. Engines go on serving what they serve.
 
         Does nothing in a child that was forked: all of it is the parent's.
         """
         if not self._own.here():
             return
+        if isinstance(self._role, Lead) and not self._busy.locked():
+            self._session.fleet.part()
         self._role.close()
         if isinstance(self._role, Lead):
             self._session.current = None

@@ -61,7 +61,7 @@ def test_a_push_reaches_the_engine_behind_a_handle(kind: type[MemoryEngine], seg
     with WeightSync(tensors, [ActorHandle(engine)]) as sync:
         receipt = sync.push("v1")
     assert [one.engine for one in receipt.engines] == ["actor-01234567"]
-    assert [call for call in engine.calls if call != "refuse"][-4:] == ["pause", "commit", "label", "resume"]
+    assert [call for call in engine.calls if call != "refuse"][-5:] == ["pause", "commit", "label", "resume", "abort"]
     assert ("at once" in engine.calls) == (kind is AtOnceEngine)
     assert engine.version == "v1"
     assert torch.equal(engine.hosts[0].model.get_parameter("model.norm.weight"), tensors["model.norm.weight"])

@@ -17,7 +17,7 @@ from toys import attention
 from instep import MemoryEngine, WeightSync
 from instep.engine import rpc
 from instep.engine.rpc import GONE, Endpoint, LocalRpc, Outcome, RemoteEngine
-from instep.errors import EngineDirty, EngineLost, EngineTimeout, SyncError
+from instep.errors import EngineDirty, EngineLost, EngineTimeout, SyncError, VersionConflict
 from instep.protocol import decode, encode
 
 OLD, NEW, LATER = map(attention, range(3))
@@ -100,7 +100,7 @@ def test_it_goes_on_with_one_whole_version_under_its_label(clock: Clock, point: 
     assert endpoint.version == engine.version
     assert HOLDS[engine.fingerprint()] == ("new" if committed else "old")
     assert engine.generate([1, 2], 3)
-    engine.receivers[0].prepared = None  # what the dead trainer had prepared stays its own until its lease ends: minutes
+    engine.receivers[0].lease.end()  # what the dead trainer had prepared stays its own until its lease ends: minutes
     with WeightSync(LATER, [RemoteEngine(LocalRpc(Endpoint(engine).answer))]) as another:
         another.push("v2")
     assert (HOLDS[engine.fingerprint()], engine.version) == ("later", "v2")
@@ -188,7 +188,55 @@ def test_a_trainer_that_answers_is_not_interrupted(clock: Clock) -> None:
     for version in ("v1", "v2", "v3"):
         sync.push(version)
         assert clock.running == []
-    assert (endpoint.version, engine.version, engine.calls.count("abort")) == ("v3", "v3", 0)
+    assert (endpoint.version, engine.version, engine.calls.count("hello")) == ("v3", "v3", 1)
+
+
+@pytest.mark.parametrize("point", ["commit", "label", "resume"])
+def test_another_trainer_that_is_refused_does_not_keep_the_dead_ones_time_from_passing(clock: Clock, point: str) -> None:
+    engine = MemoryEngine(OLD)
+    sync, way, endpoint = trainer(engine)
+    way.point = point
+    with pytest.raises(SyncError):
+        sync.push("v1")
+    running, session = list(clock.running), endpoint.session
+    with WeightSync(LATER, [RemoteEngine(LocalRpc(endpoint.answer))]) as another:
+        for _ in range(3):
+            another.status()
+            with pytest.raises(VersionConflict, match="another trainer is pushing 'v1'"):
+                another.push("v2")
+        assert (clock.running, endpoint.session, endpoint.timeout) == (running, session, 1000)
+        assert clock.expire() == [1000]
+        assert HOLDS[engine.fingerprint()] == ("old" if point == "commit" else "new")
+        assert not engine.paused
+        another.push("v2")
+    assert (HOLDS[engine.fingerprint()], engine.version) == ("later", "v2")
+
+
+@pytest.mark.parametrize("point", ["resume", "refuse"])
+def test_a_trainer_that_dies_when_the_engine_goes_on_keeps_nobody_away(clock: Clock, point: str) -> None:
+    engine = MemoryEngine(OLD)
+    sync, way, endpoint = trainer(engine)
+    way.point, way.after = point, point == "resume"
+    with pytest.raises(SyncError):
+        sync.push("v1")
+    assert clock.running == []
+    with WeightSync(LATER, [RemoteEngine(LocalRpc(endpoint.answer))]) as another:
+        another.push("v2")
+    assert (HOLDS[engine.fingerprint()], engine.version) == ("later", "v2")
+
+
+def test_a_trainer_that_dies_in_a_failed_commit_keeps_nobody_away(clock: Clock) -> None:
+    engine = MemoryEngine(OLD)
+    engine.inject("tensor", tensor=3)
+    sync, way, endpoint = trainer(engine)
+    way.point, way.after = "refuse", True
+    with pytest.raises(SyncError):
+        sync.push("v1")
+    assert clock.expire() == [1000]
+    assert engine.refusal is not None
+    with WeightSync(LATER, [RemoteEngine(LocalRpc(endpoint.answer))]) as another:
+        another.push("v2")
+    assert (HOLDS[engine.fingerprint()], engine.version, engine.refusal) == ("later", "v2", None)
 
 
 def test_time_passes() -> None:

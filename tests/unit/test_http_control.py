@@ -15,7 +15,7 @@ from instep import MemoryEngine, WeightSync
 from instep.engine import http_control
 from instep.engine.http_control import BODIES, LARGE, PREFIX, SMALL, TO_WORKERS, Served
 from instep.engine.rpc import Outcome
-from instep.errors import ConfigError, EngineDirty, SyncError
+from instep.errors import ConfigError, EngineDirty, SyncError, VersionConflict
 from instep.plan.routes import signature
 from instep.protocol import CommitRequest, PrepareRequest, TraceRequest, decode, encode
 
@@ -186,6 +186,29 @@ def test_an_engine_whose_trainer_dies_in_a_failed_commit_refuses_by_itself() -> 
     assert "ZeroDivisionError" in str(at.refusal)
     assert routes(at)["health"] == 503
     assert engine.refusal is not None
+
+
+def test_a_refused_trainer_changes_neither_the_deadline_nor_whose_end_matters() -> None:
+    at, weights = served(), attention(1)
+    engine: Any = at.engine
+    with WeightSync(weights, [asgi_engine(at)], timeout=7) as first, WeightSync(attention(2), [asgi_engine(at)]) as second:
+        first.push("v1")
+        weights.update(attention(3))
+        resume, seen = engine.resume, []
+
+        async def intruded() -> None:
+            engine.resume = resume
+            before = at.endpoint.timeout, at.endpoint.session, at.trainer
+            with pytest.raises(VersionConflict, match="another trainer is pushing 'v2'"):
+                await second.apush("others")
+            seen.append((before, (at.endpoint.timeout, at.endpoint.session, at.trainer)))
+            await resume()
+
+        engine.resume = intruded
+        first.push("v2")
+    [(before, after)] = seen
+    assert before == after
+    assert (before[0], engine.version, engine.paused) == (7, "v2", False)
 
 
 def test_a_server_that_is_not_ready_says_why() -> None:

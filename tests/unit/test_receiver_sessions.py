@@ -38,7 +38,7 @@ def other(trainer: Trainer, clock: Clock) -> Trainer:
 
 
 def test_the_second_is_refused(trainer: Trainer, other: Trainer, host: ToyHost) -> None:
-    refused(other.prepare("theirs", weights(2.0)), "VersionConflict", "another trainer is pushing 'mine' to this engine")
+    refused(other.prepare("theirs", weights(2.0)), "EngineBusy", "another trainer is pushing 'mine' to this engine")
     refused(other.commit("mine"), "VersionConflict", "not prepared")
     refused(other.ask("ready"), "VersionConflict", "nothing is prepared here")
     assert trainer.commit("mine").version == "mine"
@@ -57,7 +57,7 @@ def test_the_second_cannot_push_the_first_aside(trainer: Trainer, other: Trainer
 
 def test_the_second_takes_over_when_the_lease_has_ended(trainer: Trainer, other: Trainer, host: ToyHost, clock: Clock) -> None:
     clock.now += 59
-    refused(other.prepare("theirs", weights(2.0)), "VersionConflict", "another trainer")
+    refused(other.prepare("theirs", weights(2.0)), "EngineBusy", "another trainer")
     clock.now += 2
     assert other.trace().fault is None
     assert other.prepare("theirs", weights(2.0)).fault is None

@@ -49,7 +49,7 @@ def test_one_that_was_restarted_is_brought_along(transport: Any) -> None:
         vars(restarts).update(vars(restarts.restart(START)))
         source.update(TWO)
         sync.push("two")
-        assert restarts.calls[:4] == ["prepare", "hello", "trace", "prepare"]
+        assert restarts.calls[:5] == ["prepare", "abort", "hello", "trace", "prepare"]
         assert same(stays, TWO)
         assert same(restarts, TWO)
         source.update(ONE)
@@ -89,6 +89,9 @@ def test_of_several_engines_that_need_not_all_follow_each_is_asked() -> None:
     assert engines[1].version == "two"
 
 
+ALL_AT_ONCE = ["at once", "reserve", "pause", "commit", "label", "resume", "abort"]
+
+
 class AtOnceEngine(MemoryEngine):
     """Goes through a commit in one call, as vLLM with the plugin does."""
 
@@ -105,7 +108,7 @@ def test_a_commit_at_once(tp: int) -> None:
             source.update(weights)
             engine.calls.clear()
             sync.push(version)
-            assert engine.calls[-5:] == ["at once", "pause", "commit", "label", "resume"]
+            assert engine.calls[-7:] == ALL_AT_ONCE
             assert (engine.version, engine.paused, same(engine, weights)) == (version, False, True)
             assert engine.generate([1], 1)
 
@@ -118,7 +121,7 @@ def test_a_commit_at_once_that_fails_leaves_the_engine_dirty_and_the_next_one_he
             sync.push("one")
         with pytest.raises(EngineDirty):
             engine.generate([1], 1)
-        assert (engine.version, engine.calls[-2:]) == (None, ["pause", "commit"])
+        assert (engine.version, engine.calls[-3:]) == (None, ["pause", "commit", "abort"])
         source.update(TWO)
         sync.push("two")
         assert (engine.version, engine.paused, same(engine, TWO)) == ("two", False, True)
@@ -169,7 +172,7 @@ def test_an_engine_alone_is_prepared_in_its_commit_and_looks_at_the_trainers_sum
         engine.calls.clear()
         receipt = sync.push(version, base=engine.version)
         together = ["accept"] * (len(engine.hosts) > 1)  # no worker has proved all of it
-        assert engine.calls == ["at once", "pause", "commit", *together, "label", "resume"]
+        assert engine.calls == [*ALL_AT_ONCE[:4], *together, *ALL_AT_ONCE[4:]]
         assert (engine.version, engine.paused, same(engine, weights)) == (version, False, True)
         assert "prepare" not in receipt.seconds
 
@@ -193,7 +196,7 @@ def test_an_engine_alone_that_was_restarted_is_brought_along(alone: Any) -> None
     vars(engine).update(vars(engine.restart(START)))
     fill(source, TWO)
     sync.push("two")
-    assert engine.calls[:6] == ["at once", "pause", "commit", "resume", "hello", "trace"]
+    assert engine.calls[:6] == ["at once", "reserve", "pause", "commit", "resume", "abort"]
     assert (engine.version, engine.paused, same(engine, TWO)) == ("two", False, True)
 
 
@@ -222,7 +225,7 @@ def test_where_the_trainers_sums_are_late_it_compares_them_itself(alone: Any, mo
     monkeypatch.setattr(driver, "read", lambda _, nbytes: bytes(nbytes))  # of no launch
     fill(source, TWO)
     sync.push("two")
-    assert (engine.version, engine.paused, engine.calls[-2:]) == ("two", False, ["label", "resume"])
+    assert (engine.version, engine.paused, engine.calls[-3:]) == ("two", False, ["label", "resume", "abort"])
     assert same(engine, TWO)
 
 
@@ -233,7 +236,7 @@ def test_an_engine_whose_sums_differ_is_not_resumed(alone: Any, monkeypatch: pyt
         monkeypatch.setattr(kind, "prove", lambda self, _, prove=kind.prove: wrong(prove(self, _)))
     with pytest.raises(DigestMismatch, match="DIRTY"):
         sync.push("two")
-    assert (engine.version, engine.calls) == ("one", ["at once", "pause", "commit"])
+    assert (engine.version, engine.calls) == ("one", ["at once", "reserve", "pause", "commit", "abort"])
     with pytest.raises(EngineDirty):
         engine.generate([1], 1)
 

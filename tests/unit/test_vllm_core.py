@@ -27,7 +27,9 @@ FAILED = Reply(1, 1, "dirty", "u", Fault("ApplyError", "the loader failed"))
 
 
 class Core:
-    """vLLM's `EngineCore`. busy: it has a step to finish before it is paused."""
+    """vLLM's `EngineCore`. replies: to the commit. busy: it has a step to finish before it is paused."""
+
+    reserved: tuple[Reply, ...] = (Reply(7, 0, "serving", "u"),)
 
     def __init__(self, *replies: Reply, busy: bool = False, then: Reply = ACCEPTED) -> None:
         self.replies, self.then, self.called = replies, then, list[Any]()
@@ -40,7 +42,8 @@ class Core:
 
     def collective_rpc(self, method: str, args: tuple[str, bytes]) -> list[bytes]:
         self.called.append((method, *args))
-        return [encode(reply if args[0] == "commit" else self.then) for reply in self.replies]
+        told = {"commit": self.replies, "accept": [self.then] * len(self.replies)}
+        return [encode(reply) for reply in told.get(args[0], self.reserved)]
 
     def set_weight_version(self, version: str) -> None:
         self.called.append(("label", version))
@@ -54,7 +57,11 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.v1.engine", SimpleNamespace(EngineCoreRequestType=SimpleNamespace(WAKEUP="wake up")))
 
 
-PAUSED = [("pause", "keep", True), ("instep_call", "commit", b"request")]
+REQUEST, LET_GO = encode(Request(7, "trainer", raw(CommitRequest("v")), 3)), encode(Request(7, "trainer", adapter=3))
+RESERVED = ("instep_call", "reserve", encode(Request(7, "trainer", raw("v"), 3)))
+PAUSED = [RESERVED, ("pause", "keep", True), ("instep_call", "commit", REQUEST)]
+ON = [("label", "v"), "resume", ("instep_call", "abort", LET_GO)]
+"""Nobody else may push before its label is there and it has gone on."""
 
 
 ENDS = [([PROVED], True), ([PROVED, PROVED], True), ([PROVED, UNPROVED], False), ([PROVED, FAILED], False), ([FAILED], False)]
@@ -63,8 +70,15 @@ ENDS = [([PROVED], True), ([PROVED, PROVED], True), ([PROVED, UNPROVED], False),
 @pytest.mark.parametrize(("replies", "on"), ENDS)
 def test_an_engine_goes_on_if_every_worker_has_proved_its_bytes(replies: list[Reply], on: bool) -> None:
     core = Core(*replies)
-    assert commit(core, b"request", True, "v") == [encode(reply) for reply in replies]
-    assert core.called == PAUSED + ([("label", "v"), "resume"] if on else [])
+    assert commit(core, REQUEST, True, "v") == [encode(reply) for reply in replies]
+    assert core.called == PAUSED + ON * on
+
+
+def test_an_engine_that_another_trainer_pushes_to_is_not_paused() -> None:
+    core = Core(PROVED)
+    core.reserved = (Reply(7, 0, "serving", "u", Fault("EngineBusy", "another trainer is pushing")),)
+    assert commit(core, REQUEST, True, "v") == [encode(reply) for reply in core.reserved]
+    assert core.called == [RESERVED]
 
 
 COMMIT = encode(Request(5, "trainer", raw(CommitRequest("v"))))
@@ -75,9 +89,9 @@ def test_workers_that_have_proved_a_version_together_accept_it_before_the_engine
     answers = commit(core, COMMIT, True, "v")
     assert isinstance(answers, list)
     assert [decode(answer, Reply).state for answer in answers] == ["serving", "serving"]
-    _, (_, _, request), *rest = core.called[1:]
+    _, (_, _, request), *rest, (_, last, _) = core.called[2:]
     assert decode(request, Request) == Request(5, "trainer", raw("v"))
-    assert rest == [("label", "v"), "resume"]
+    assert (rest, last) == ([("label", "v"), "resume"], "abort")
 
 
 def test_where_one_of_them_does_not_accept_it_the_engine_stays_paused() -> None:
@@ -85,35 +99,35 @@ def test_where_one_of_them_does_not_accept_it_the_engine_stays_paused() -> None:
     answers = commit(core, COMMIT, True, "v")
     assert isinstance(answers, list)
     assert not goes_on(answers)
-    assert [call[1] for call in core.called[1:]] == ["commit", "accept"]
+    assert [call[1] for call in core.called[2:]] == ["commit", "accept"]
 
 
 def test_a_vllm_without_labels_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Core, "set_weight_version")
     core = Core(PROVED)
-    commit(core, b"request", True, "v")
-    assert core.called == [*PAUSED, "resume"]
+    commit(core, REQUEST, True, "v")
+    assert core.called == PAUSED + ON[1:]
 
 
 def test_a_step_is_finished_first() -> None:
     core = Core(PROVED, busy=True)
-    done: Any = commit(core, b"request", True, "v")
-    assert (done.done(), core.called) == (False, PAUSED[:1])
+    done: Any = commit(core, REQUEST, True, "v")
+    assert (done.done(), core.called) == (False, PAUSED[:2])
     assert core.paused is not None
     core.paused.set_result(None)
     assert done.result(0) == [encode(PROVED)]
-    assert core.called == [*PAUSED, ("label", "v"), "resume"]
+    assert core.called == PAUSED + ON
     assert core.input_queue.get_nowait() == ("wake up", None)  # its loop waits for a message by then
 
 
 def test_a_pause_that_fails_commits_nothing() -> None:
     core = Core(PROVED, busy=True)
-    done: Any = commit(core, b"request", True, "v")
+    done: Any = commit(core, REQUEST, True, "v")
     assert core.paused is not None
     core.paused.set_exception(RuntimeError("the caches cannot be reset"))
     with pytest.raises(RuntimeError, match="cannot be reset"):
         done.result(0)
-    assert core.called == PAUSED[:1]
+    assert core.called == PAUSED[:2]
     assert core.input_queue.get_nowait() == ("wake up", None)
 
 
@@ -128,7 +142,7 @@ def test_the_plugin_adds_the_call_where_the_core_can_be_paused(monkeypatch: pyte
     vllm_plugin.register()
     assert [vllm_plugin.commits(configured(replicas)) for replicas in (1, 2)] == [True, False]
     core: Any = kind(PROVED)
-    assert core.instep_commit(b"request", True, "v") == [encode(PROVED)]
+    assert core.instep_commit(REQUEST, True, "v") == [encode(PROVED)]
 
 
 def test_the_plugin_leaves_other_cores_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,15 @@
 """A whole commit in one request, for engines that can run it in their own process: an engine is paused no longer than it takes there.
 
-pause(caches) ── call("commit") ── each worker has proved what it took? ── yes ── label(version), resume()
-                                     │ no, but they have together: call("accept") ───┘
-                                     └─ no: it stays paused, the trainer decides
+call("reserve"), pause(caches) ── call("commit") ── each worker has proved what it took?
+   ├─ yes ─────────────────────────────────────────── label(version), resume(), call("abort")
+   ├─ no, but they have together: call("accept") ──── the same
+   └─ no: it stays paused, the trainer decides
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import structs
 
@@ -30,13 +31,17 @@ class AtOnce(Protocol):
 
 async def step_by_step(engine: Engine, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
     """`commit_at_once` of an engine whose steps cost little, for whoever is farther away."""
+    answers = await engine.call("reserve", beside(payload, version))
+    if refused(answers):
+        return answers
     await engine.pause(caches)
     answers = await engine.call("commit", payload)
     if proved_together(answers):
-        answers = accepted(answers, await engine.call("accept", acceptance(payload, version)))
+        answers = accepted(answers, await engine.call("accept", beside(payload, version)))
     if goes_on(answers):
         await engine.label(version)
         await engine.resume()
+        await engine.call("abort", beside(payload))
     return answers
 
 
@@ -48,9 +53,14 @@ def goes_on(answers: Sequence[bytes]) -> bool:
     return _all(decode(answer, Reply) for answer in answers)
 
 
-def acceptance(payload: bytes, version: str) -> bytes:
-    """The request to accept what `payload`, an encoded request to commit `version`, has written."""
-    return encode(structs.replace(decode(payload, Request), body=raw(version)))
+def beside(payload: bytes, body: Any = None) -> bytes:
+    """Another request of the trainer that asks for this commit."""
+    return encode(structs.replace(decode(payload, Request), body=raw(body)))
+
+
+def refused(answers: Iterable[bytes]) -> bool:
+    """Whether a worker has answered with a fault."""
+    return any(decode(answer, Reply).fault for answer in answers)
 
 
 def accepted(answers: Sequence[bytes], then: Sequence[bytes]) -> list[bytes]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from instep.engine import Engine
 from instep.engine.member import Member
-from instep.errors import EngineLost, EngineState, InstepError
+from instep.errors import EngineLost, EngineState, EngineTimeout, InstepError
 from instep.protocol import AdapterConfig
 
 T = TypeVar("T")
+HURRY = 1.0  # seconds for an engine that has let a deadline pass already
 
 
 class Fleet:
@@ -53,6 +56,26 @@ class Fleet:
 
         results = await asyncio.gather(*(one(member) for member in members))
         return {member.name: result for member, result in zip(members, results, strict=True) if member.failure is None}  # type: ignore[misc]
+
+    async def withdraw(self, members: Sequence[Member]) -> None:
+        """Other trainers may push to these engines, whose workers have prepared a version or not. Failures stay what they are."""
+
+        async def one(member: Member) -> None:
+            late, phase = isinstance(member.failure, EngineTimeout), member.phase
+            with suppress(InstepError, TimeoutError):
+                async with asyncio.timeout(HURRY if late else None):
+                    await member.abort()
+            member.phase, member.serving = phase, "unknown" if late else member.serving
+
+        await asyncio.gather(*(one(member) for member in members if not isinstance(member.failure, EngineLost)))
+
+    def part(self) -> None:
+        """Withdraws from engines that may have something prepared still. Waits for them `HURRY` seconds at most."""
+        holding = [member for member in self.members if member.holding]
+        if holding:
+            thread = threading.Thread(target=lambda: asyncio.run(self.withdraw(holding)), daemon=True)
+            thread.start()  # a loop may run in this one
+            thread.join(HURRY)
 
     def states(self) -> tuple[EngineState, ...]:
         return tuple(member.state() for member in self.members)

@@ -56,7 +56,7 @@ PATIENCE = 30.0  # seconds for a body to arrive
 SHORT, LONG = 5.0, 3600.0  # seconds that a request may take, and a paused engine is left alone, whatever its trainer says
 GRACE = 1.0  # seconds in which a trainer whose connection ended may come back
 STATUS = {
-    "ConfigError": 400, "PlanError": 422, "VersionConflict": 409, "EngineTimeout": 409, "TransportError": 424,
+    "ConfigError": 400, "PlanError": 422, "VersionConflict": 409, "EngineBusy": 409, "EngineTimeout": 409, "TransportError": 424,
     "EngineDirty": 503, "EngineLost": 503, LATE_THERE: 504,
 }  # fmt: skip
 
@@ -89,7 +89,7 @@ class Served:
         self.endpoint = Endpoint(self.seen, timeout)
         self.once = Once()
         self.trainer: str | None = None
-        """The client that last prepared a version: the one whose end matters."""
+        """The client that last had a version prepared: the one whose end matters."""
         self.waiting: str | None = None
         """Why it is not ready yet."""
         self.closed: str | None = None
@@ -105,15 +105,15 @@ class Served:
         method, payload = ("call", encode((route, payload))) if route in TO_WORKERS else (route, payload)
         if method not in ARGUMENTS:
             raise Refused(404, f"unknown method {route!r}")
-        arguments = _well_formed(payload, ARGUMENTS[method])
+        arguments, seconds = _well_formed(payload, ARGUMENTS[method]), None
         if method == "call":
             inner = _well_formed(arguments[1], Request)
             body = _well_formed(inner.body, BODIES.get(arguments[0], Any))
             if isinstance(body, TraceRequest):
-                self.endpoint.timeout = max(self.endpoint.timeout, LONG)  # nothing is paused, and the trainer has a deadline of its own
+                seconds = LONG  # nothing is paused, and the trainer has a deadline of its own
             elif isinstance(body, PrepareRequest):
-                self.endpoint.timeout = min(max(SHORT, body.timeout), LONG)  # a trainer that is silent for longer has left
-        answer = await self.endpoint.answer(method, payload)
+                seconds = min(max(SHORT, body.timeout), LONG)  # a trainer that is silent for longer has left
+        answer = await self.endpoint.answer(method, payload, seconds)
         if method == "call" and arguments[0] == "commit" and (dirty := _dirty(answer)):
             await self.endpoint.answer("refuse", encode((dirty,)))  # its trainer may not live to say it
         return answer
@@ -164,7 +164,6 @@ class Control:
                 raise Refused(405, f"{scope['method']} {route}: control requests are POST", allow="POST")
             call = await _read(route, headers, receive)
             task = self._run(served, route, call)
-            served.trainer = call.client if route == "prepare" else served.trainer
             answer = await _watched(served, call, task, receive)
             await _send(send, _status(answer), MSGPACK, answer)
         except Refused as refused:
@@ -176,7 +175,7 @@ class Control:
     def _run(self, served: Served, route: str, call: Call) -> asyncio.Task[bytes]:
         try:
             task: asyncio.Task[bytes] = served.once.run(
-                call.client, call.number, route, again=call.again, action=lambda: served.answer(route, call.payload)
+                call.client, call.number, route, again=call.again, action=lambda: _answered(served, route, call)
             )
         except Stale as stale:
             raise Refused(409, str(stale)) from None
@@ -221,6 +220,13 @@ def _well_formed(data: bytes | msgspec.Raw, kind: Any) -> Any:
         return decode(data, kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(400, f"the body is not well formed: {type(error).__name__}: {error}") from None
+
+
+async def _answered(served: Served, route: str, call: Call) -> bytes:
+    answer = await served.answer(route, call.payload)
+    if route == "prepare" and decode(call.payload, Request).session == served.endpoint.session:
+        served.trainer = call.client
+    return answer
 
 
 async def _watched(served: Served, call: Call, task: asyncio.Task[bytes], receive: Receive) -> bytes:

@@ -14,8 +14,17 @@ from msgspec import structs
 from instep.engine import CachePolicy
 from instep.engine.at_once import AtOnce, goes_on
 from instep.engine.known import Known
-from instep.errors import ApplyError, DigestMismatch, EngineLost, EngineTimeout, InstepError, SyncError, VersionConflict, by_name
-from instep.plan.routes import check_parts, check_sums, prove
+from instep.errors import (
+    ApplyError,
+    EngineBusy,
+    EngineLost,
+    EngineTimeout,
+    InstepError,
+    SyncError,
+    VersionConflict,
+    by_name,
+)
+from instep.plan.routes import check_arrivals, check_sums, prove
 from instep.protocol import (
     Again,
     Arrival,
@@ -114,7 +123,9 @@ class Member(Known):
             self.attempted.clear()
         if self.serving == "old" and self.version in self.attempted:
             self.pushed = self.version
-        if self.serving == "old" and self.condemned == LATE:  # whether or not that commit has worked: it holds one whole version
+        busy = any(identity.busy for identity in found)  # whoever pushes now will have it go on
+        if self.serving == "old" and self.condemned == LATE and not busy:
+            # Whether or not that commit has worked, it holds one whole version.
             if self.version is not None:
                 await self.bounded("label", self.engine.label(self.version))
             await self.accept()
@@ -155,12 +166,7 @@ class Member(Known):
         arrivals = await self.call("prepare", Arrival, self._to_prepare(manifest))
         if not all(arrival.done for arrival in arrivals):
             arrivals = await self.bounded("prepare", self._arrived())
-        for rank, arrival in enumerate(arrivals):
-            for name, got in arrival.digests.items():
-                if got != (sent := digests()[name]):
-                    raise DigestMismatch.of(name, got, sent, f"{self.name} rank {rank}")
-        if any(arrival.parts for arrival in arrivals):
-            check_parts(self.name, manifest.tensors, digests(), [arrival.parts for arrival in arrivals])
+        check_arrivals(self.name, manifest.tensors, digests, arrivals)
 
     def _to_prepare(self, manifest: Manifest) -> PrepareRequest:
         self.address = manifest.location.address
@@ -181,6 +187,11 @@ class Member(Known):
         await self.call("abort", type(None))
         self.holding.clear()
 
+    async def _let_go(self) -> None:
+        """Ends this trainer's lease, when all is done that this commit asked for: if that fails it ends by itself."""
+        with suppress(InstepError):
+            await self.bounded("abort", self.engine.call("abort", self._request(None)))
+
     async def commit(self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests) -> EngineReceipt:
         """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses to generate.
 
@@ -188,7 +199,7 @@ class Member(Known):
         """
         started = time.perf_counter()
         self.attempted.add(manifest.version)
-        self.condemned = self.condemned or LATE  # until its end is known; a push may be cancelled before that
+        before, self.condemned = self.condemned, self.condemned or LATE  # until its end is known; a push may be cancelled before that
         try:
             receipts, on = await self._commit(manifest, request, caches, digests)
             if not on:
@@ -198,8 +209,13 @@ class Member(Known):
                 await self.bounded("label", self.engine.label(manifest.version))
                 await self.bounded("resume", self.engine.resume())
             await self._uncover()
+            if request.hold and not on:
+                await self._let_go()
         except InstepError as error:
-            await self._after_failed_commit(manifest, error)
+            if isinstance(error, EngineBusy):  # nothing was done: whoever pushes has paused it, or will
+                self.condemned = before
+            else:
+                await self._after_failed_commit(manifest, error, hold=request.hold)
             if isinstance(error, SyncError):
                 raise
             raise SyncError(str(error.args[0]), tensor=error.tensor) from error
@@ -238,7 +254,7 @@ class Member(Known):
             raise ApplyError(f"{self.name}: its workers tell nothing by which {manifest.version} could be proved")
         await self.call("accept", type(None), manifest.version)
 
-    async def _after_failed_commit(self, manifest: Manifest, error: InstepError) -> None:
+    async def _after_failed_commit(self, manifest: Manifest, error: InstepError, *, hold: bool) -> None:
         """An engine that still serves the old version goes on; one that may not be whole must not generate."""
         phase = self.phase
         if self.serving == "old":
@@ -249,4 +265,6 @@ class Member(Known):
             late = self.serving == "unknown"
             await self.condemn(LATE if late else f"{phase} of {manifest.version}: {error.args[0]}")
             self.serving = "unknown" if late else "dirty"
+        if self.serving != "unknown" and hold:
+            await self._let_go()
         self.phase = phase

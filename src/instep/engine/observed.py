@@ -123,7 +123,7 @@ class Observed:
         self._show_lag()
 
     def _failed(self, push: Underway | None, outcome: str) -> None:
-        if push is not None and outcome != "VersionConflict":  # which is no version for this engine
+        if push is not None and outcome not in ("VersionConflict", "EngineBusy"):  # which is no version for this engine
             self._begun(push)
         self._end(push, outcome)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -22,7 +22,7 @@ import msgspec
 from instep.engine import CachePolicy, Engine
 from instep.engine.member import LATE, Member
 from instep.errors import ConfigError, EngineLost, EngineTimeout, InstepError, by_name
-from instep.protocol import Fault, Method, Request, decode, encode, raw
+from instep.protocol import Fault, Method, Reply, Request, decode, encode, raw
 
 T = TypeVar("T")
 Answer = Callable[[str, bytes], Awaitable[bytes]]
@@ -144,6 +144,9 @@ class Endpoint:
 
     timeout: the trainer's, in seconds. A request that takes longer is given up. An engine that is paused and then left alone for that long
         is taken back: it goes on with whatever whole version it holds, or refuses to generate if it holds none.
+
+    A trainer that has prepared a version is the one whose silence counts, until it ends its push or goes away. Another one, which the
+    workers refuse meanwhile, changes nothing here.
     """
 
     def __init__(self, engine: Engine, timeout: float = 60.0) -> None:
@@ -151,7 +154,7 @@ class Endpoint:
         self.version: str | None = None
         """The last one that a trainer brought."""
         self.brought: str | None = None  # until it goes on with it
-        self.session: str | None = None  # of the trainer that has prepared a version
+        self.session: str | None = None  # of the trainer whose version a worker has prepared
         self.paused = self.deserted = False
         self.refusal: str | None = None
         """Why the engine must not generate."""
@@ -159,49 +162,79 @@ class Endpoint:
         self.lock = threading.Lock()  # requests may come on several event loops
         self.timer: threading.Timer | None = None
 
-    async def answer(self, method: str, payload: bytes) -> bytes:
-        """Runs one request. Never raises."""
+    async def answer(self, method: str, payload: bytes, seconds: float | None = None) -> bytes:
+        """Runs one request. Never raises. seconds: its own deadline, which becomes the trainer's if a worker prepares a version for it."""
+        if self._strange(method, payload):
+            return await outcome(self._run(method, payload, seconds))
         with self.lock:
             self.running += 1
             self.deserted = method == GONE
             self._watch()
         try:
-            return await outcome(self._run(method, payload))
+            return await outcome(self._run(method, payload, seconds))
         finally:
             with self.lock:
                 self.running -= 1
                 self._watch()
 
-    async def _run(self, method: str, payload: bytes) -> Any:
+    def _strange(self, method: str, payload: bytes) -> bool:
+        """Whether another than the trainer asks: that is no sign of its life."""
+        if self.session is None or method != "call":
+            return False
+        try:
+            return decode(decode(payload, ARGUMENTS["call"])[1], Request).session != self.session
+        except (msgspec.DecodeError, RecursionError):
+            return True
+
+    async def _run(self, method: str, payload: bytes, seconds: float | None) -> Any:
         if method == GONE:
             return None
         if method not in ARGUMENTS:
             raise ConfigError(f"unknown method {method!r}")
         args = msgspec.msgpack.decode(payload, type=ARGUMENTS[method])
-        if method == "call" and args[0] == "prepare":
-            self.session = decode(args[1], Request).session
         if method == "call" and args[0] == "commit" and not self.paused:
             raise EngineTimeout(f"it was left paused for more than {self.timeout:g} s in the middle of a push, and went on without it")
         if method == "pause":
             self.paused = True  # also where the pause comes late or fails: to resume once too often does no harm
         if method == "refuse" and args[0] is not None:
             self.refusal = args[0]  # also where that fails
-        async with asyncio.timeout(self.timeout):
-            result = await getattr(self.engine, method)(*args)
-        if method == "label":
+        try:
+            async with asyncio.timeout(seconds or self.timeout):
+                result = await getattr(self.engine, method)(*args)
+        except (TimeoutError, EngineLost):
+            if method == "call" and args[0] == "prepare":
+                self.session = self.session or decode(args[1], Request).session  # for all that is known
+            raise
+        if method == "call" and args[0] in ("prepare", "abort"):
+            self._note(args[0], decode(args[1], Request).session, result, seconds)
+        elif method == "label":
             self.brought = args[0]
         elif method == "resume":
             self.paused, self.version = False, self.brought
+            await self._let_go()
         elif method == "refuse":
             self.refusal = args[0]
         return result
+
+    async def _let_go(self) -> None:
+        """The trainer's push is over, also where it does not live to say so."""
+        if self.session is not None:
+            member, self.session = Member(self.engine, self.session, self.timeout), None
+            await _forget(member)
+
+    def _note(self, method: Method, session: str, answers: Sequence[bytes], seconds: float | None) -> None:
+        """Whose the workers are now."""
+        if method == "prepare" and any(decode(answer, Reply).fault is None for answer in answers):
+            self.session, self.timeout = session, seconds or self.timeout
+        elif method == "abort" and session == self.session:
+            self.session = None
 
     def _watch(self) -> None:
         """Starts the trainer's time, or stops it."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-        left = (self.paused and self.refusal is None) or (self.deserted and self.session is not None)
+        left = self.paused or (self.deserted and self.session is not None)
         if left and not self.running:
             self.timer = threading.Timer(0 if self.deserted else self.timeout, self._take_back)
             self.timer.daemon = True
@@ -213,12 +246,7 @@ class Endpoint:
                 return
             member = Member(self.engine, self.session or "", self.timeout, condemned=LATE)
             paused, self.paused, self.session = self.paused and self.refusal is None, False, None
-        asyncio.run(self._go_on(member) if paused else self._forget(member))
-
-    async def _forget(self, member: Member) -> None:
-        """What the trainer has prepared would keep others away until its lease ends."""
-        with suppress(Exception):
-            await member.abort()
+        asyncio.run(self._go_on(member) if paused else _forget(member))
 
     async def _go_on(self, member: Member) -> None:
         reason = "its trainer went away in the middle of a push"
@@ -233,3 +261,9 @@ class Endpoint:
                 return
         self.refusal = reason
         await member.condemn(reason)
+
+
+async def _forget(member: Member) -> None:
+    """What the trainer has prepared would keep others away until its lease ends."""
+    with suppress(Exception):
+        await member.abort()

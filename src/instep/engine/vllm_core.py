@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from instep.engine.at_once import acceptance, accepted, goes_on, proved_together
+from instep.engine.at_once import accepted, beside, goes_on, proved_together, refused
 
 
 def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] | Future[list[bytes]]:
@@ -17,6 +17,9 @@ def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] 
 
     vLLM's loop waits for a message when that step has ended, and does not look whether there is work again by then: it gets one.
     """
+    answers: list[bytes] = core.collective_rpc("instep_call", args=("reserve", beside(payload, version)))
+    if refused(answers):
+        return answers
     paused = core.pause_scheduler("keep", reset)
     if paused is None:
         return _commit(core, payload, version)
@@ -39,9 +42,10 @@ def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] 
 def _commit(core: Any, payload: bytes, version: str) -> list[bytes]:
     answers: list[bytes] = core.collective_rpc("instep_call", args=("commit", payload))
     if proved_together(answers):
-        answers = accepted(answers, core.collective_rpc("instep_call", args=("accept", acceptance(payload, version))))
+        answers = accepted(answers, core.collective_rpc("instep_call", args=("accept", beside(payload, version))))
     if goes_on(answers):
         if hasattr(core, "set_weight_version"):  # vLLM 0.27 and later
             core.set_weight_version(version)
         core.resume_scheduler()
+        core.collective_rpc("instep_call", args=("abort", beside(payload)))
     return answers

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from instep.digest import MASK, seed_of
 from instep.errors import DigestMismatch, PlanError
 from instep.plan.region import covered, disjoint, extent
-from instep.protocol import ITEM_BYTES, ParamMeta, Region, Route, TensorMeta, WorkerPlan, WorkerReceipt, encode
+from instep.protocol import (
+    ITEM_BYTES,
+    Arrival,
+    ParamMeta,
+    Region,
+    Route,
+    TensorMeta,
+    WorkerPlan,
+    WorkerReceipt,
+    encode,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +220,22 @@ def check_parts(engine: str, tensors: Sequence[TensorMeta], digests: Mapping[str
         got = (sum(parts.get(meta.name, 0) for parts in told) - (len(told) - 1) * seed_of(meta)) & MASK
         if got != (sent := digests[meta.name]):
             raise DigestMismatch.of(meta.name, got, sent, engine)
+
+
+def check_arrivals(
+    engine: str,
+    tensors: Sequence[TensorMeta],
+    digests: Callable[[], Mapping[str, int]],
+    arrivals: Sequence[Arrival],
+) -> None:
+    """Compares what workers tell of the bytes that have come, in the order of their ranks, with the
+    trainer's digests. Those are not asked for where nothing is told.
+
+    Raises `DigestMismatch` naming the first tensor that differs.
+    """
+    for rank, arrival in enumerate(arrivals):
+        for name, got in arrival.digests.items():
+            if got != (sent := digests()[name]):
+                raise DigestMismatch.of(name, got, sent, f"{engine} rank {rank}")
+    if any(arrival.parts for arrival in arrivals):
+        check_parts(engine, tensors, digests(), [arrival.parts for arrival in arrivals])

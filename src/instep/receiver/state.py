@@ -50,17 +50,19 @@ from instep.receiver.adapter import AdapterHost, check_base, check_merged
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import arrive, check_arrival
 from instep.receiver.held import held
+from instep.receiver.lease import Lease
 from instep.receiver.request import Expected, decode_prepare
 from instep.receiver.served import Serves, Taken
 from instep.receiver.trace import trace
 from instep.transport import Me, Reader, host, open_location, uuid_of
+
+RESERVED = 60.0  # seconds, where no trainer has told its own
 
 
 class _Prepared(msgspec.Struct):
     manifest: Manifest
     session: str
     reader: Reader
-    expires: float
     arrival: Future[tuple[float, dict[str, int]]]
 
 
@@ -79,6 +81,7 @@ class Receiver(Serves):
         self.signature: str | None = None
         self.expected = Expected([])
         self.prepared: _Prepared | None = None
+        self.lease = Lease()
         self.last: PrepareRequest | None = None
         self.adapters: dict[int, Receiver] = {}
         self.checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-arrival")
@@ -96,6 +99,7 @@ class Receiver(Serves):
                 "hello": self.status,
                 "status": self.status,
                 "trace": self.trace,
+                "reserve": self.reserve,
                 "prepare": self.prepare,
                 "ready": self.ready,
                 "commit": self.commit,
@@ -125,7 +129,7 @@ class Receiver(Serves):
         dirty = next((receiver for receiver in (self, *self.adapters.values()) if receiver.state != "serving"), None)
         return (dirty.last_error or "its last commit did not end") if dirty else None
 
-    def status(self, _: Request) -> Identity:
+    def status(self, request: Request) -> Identity:
         prepared = self.prepared
         return Identity(
             incarnation=self.incarnation,
@@ -139,20 +143,26 @@ class Receiver(Serves):
             prepared=prepared.manifest.version if prepared else None,
             holding=[prepared.manifest.location.address] if prepared else [],
             last_error=self.last_error,
+            busy=self.lease.others(time.monotonic(), request.session),
         )
 
     def trace(self, request: Request) -> Any:
         wanted = decode(request.body, TraceRequest)
-        self._respect_lease(request.session)
+        self.lease.check(time.monotonic(), request.session)
         if wanted.signature != signature(wanted.tensors):
             raise PlanError("the list of tensors is not the one that was signed")
         if isinstance(self.host, AdapterHost):
             self.host.expect(wanted.tensors, wanted.config)
         plan = trace(self.host, wanted.tensors)
-        self._drop()
+        self._give_up()
         self.applier, self.signature = Applier(self.host, plan), wanted.signature
         self.expected = Expected(wanted.tensors)
         return plan
+
+    def reserve(self, request: Request) -> None:
+        """Before the pause for a commit that also prepares its version: nobody else's push may meet that pause."""
+        self.lease.check(time.monotonic(), request.session)
+        self.lease.take(time.monotonic(), request.session, decode(request.body, str), self.last.lease if self.last else RESERVED)
 
     def prepare(self, request: Request) -> Arrival:
         """Opens the version and begins to fetch and prove its bytes, beside the engine's steps. What the engine serves does not change."""
@@ -167,7 +177,7 @@ class Receiver(Serves):
         manifest = wanted.manifest
         if wanted.left_at is not None and not self._is_as_left(wanted):
             raise VersionConflict("this worker is not as the trainer has left it")
-        self._respect_lease(session)
+        self.lease.check(time.monotonic(), session)
         check_merged(manifest.merged, [number for number, adapter in self.adapters.items() if adapter.version is not None])
         if self.applier is None or wanted.signature != self.signature:
             raise PlanError("the worker has no plan for these tensors: it was restarted, or the source changed. Push again")
@@ -179,7 +189,7 @@ class Receiver(Serves):
         if manifest.base is not None and manifest.base != self.version and self.state == "serving":
             raise VersionConflict(f"version {manifest.version!r} follows {manifest.base!r}, but the engine serves {self.version!r}")
         self.expected.check(manifest.tensors)
-        self._drop()
+        self._give_up()
         listed = self.incarnation in wanted.workers  # not by rank: replicas of an engine each count from zero
         share = (wanted.workers.index(self.incarnation), len(wanted.workers)) if listed else (0, 1)
         reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout, self.host.device, share))
@@ -188,7 +198,8 @@ class Receiver(Serves):
             arrival = self.checker.submit(check_arrival, manifest, reader)
         else:
             arrival.set_result((0.0, {}))
-        self.prepared, self.last = _Prepared(manifest, session, reader, time.monotonic() + wanted.lease, arrival), wanted
+        self.prepared, self.last = _Prepared(manifest, session, reader, arrival), wanted
+        self.lease.take(time.monotonic(), session, manifest.version, wanted.lease)
         return reader
 
     def _prepare_again(self, session: str, version: str, again: Again) -> None:
@@ -211,7 +222,7 @@ class Receiver(Serves):
         if not prepared.arrival.done():
             return Arrival(done=False)
         if (error := prepared.arrival.exception()) is not None:
-            self._drop()
+            self._give_up()
             raise error
         found = prepared.arrival.result()[1]
         if prepared.reader.split:
@@ -247,6 +258,7 @@ class Receiver(Serves):
         finally:
             arrival.forget()
             released = self._drop()
+            self.lease.committed(time.monotonic(), hold=wanted.hold)
         if not released:
             raise ApplyError("the engine's loader kept views of the published bytes, which the next version will overwrite")
         done = time.perf_counter()
@@ -268,9 +280,9 @@ class Receiver(Serves):
         )
 
     def abort(self, request: Request) -> None:
-        """Forgets what this trainer prepared. Safe to repeat; a dirty worker stays dirty."""
-        if self.prepared and self.prepared.session == request.session:
-            self._drop()
+        """Forgets what this trainer prepared, and ends its lease. Safe to repeat; a dirty worker stays dirty."""
+        if self.lease.session == request.session:
+            self._give_up()
 
     def digest(self, request: Request) -> Held:
         """What is in live storage now, of tensors that need not be those of the plan. Changes nothing."""
@@ -279,10 +291,9 @@ class Receiver(Serves):
             raise PlanError("the list of tensors is not the one that was signed")
         return held(self.host, self.applier if wanted.signature == self.signature else None, wanted)
 
-    def _respect_lease(self, session: str) -> None:
-        prepared = self.prepared
-        if prepared and prepared.session != session and time.monotonic() < prepared.expires:
-            raise VersionConflict(f"another trainer is pushing {prepared.manifest.version!r} to this engine")
+    def _give_up(self) -> None:
+        self.lease.end()
+        self._drop()
 
     def _drop(self) -> bool:
         """Closes what was prepared. False if something still refers to its bytes."""

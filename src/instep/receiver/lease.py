@@ -1,0 +1,36 @@
+"""A worker belongs to one trainer from the preparation of a version until the engine serves it under its label."""
+
+from __future__ import annotations
+
+from instep.errors import EngineBusy
+
+
+class Lease:
+    """Nobody's at first. now: seconds of a clock that only goes forward."""
+
+    def __init__(self) -> None:
+        self.session: str | None = None
+        self.version = ""
+        self.seconds = self.expires = 0.0
+
+    def take(self, now: float, session: str, version: str, seconds: float) -> None:
+        """seconds: after which another trainer may take over from one that never came back."""
+        self.session, self.version, self.seconds, self.expires = session, version, seconds, now + seconds
+
+    def check(self, now: float, session: str) -> None:
+        """Raises `EngineBusy` where the worker is another trainer's."""
+        if self.others(now, session):
+            raise EngineBusy(f"another trainer is pushing {self.version!r} to this engine")
+
+    def others(self, now: float, session: str) -> bool:
+        """Whether the worker is another trainer's."""
+        return self.session not in (None, session) and now < self.expires
+
+    def committed(self, now: float, *, hold: bool) -> None:
+        """hold: the trainer has yet to label the engine and to have it go on, and aborts then."""
+        self.expires = now + self.seconds
+        if not hold:
+            self.end()
+
+    def end(self) -> None:
+        self.session = None
