@@ -12,7 +12,7 @@ from msgspec import structs
 from toys import attention, described
 
 from instep import MemoryEngine, WeightSync
-from instep.engine import http_control
+from instep.engine.http_answer import faults_of
 from instep.engine.http_control import BODIES, LARGE, PREFIX, SMALL, TO_WORKERS, Served
 from instep.engine.rpc import Outcome
 from instep.errors import ConfigError, EngineDirty, SyncError, VersionConflict
@@ -96,7 +96,7 @@ def test_malformed_requests_get_a_clear_answer(route: str, body: bytes, status: 
 
 
 def _fault(answer: bytes) -> Any:
-    return http_control._faults(answer)[0].message
+    return faults_of(answer)[0].message
 
 
 def test_other_methods_and_content_types_are_refused() -> None:

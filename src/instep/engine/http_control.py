@@ -21,15 +21,15 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from instep.engine import Engine
+from instep.engine.http_answer import dirty_reason, status_of
 from instep.engine.http_once import Once, Stale
 from instep.engine.http_token import refusal
 from instep.engine.observed import Observed
-from instep.engine.rpc import ARGUMENTS, GONE, LATE_THERE, Endpoint, Outcome
+from instep.engine.rpc import ARGUMENTS, GONE, Endpoint
 from instep.errors import InstepError
 from instep.metrics import Metrics
 from instep.protocol import (
     CommitRequest,
-    Fault,
     Identity,
     Method,
     PrepareRequest,
@@ -55,10 +55,6 @@ LARGE, SMALL = 64 << 20, 1 << 20  # bytes: of a list of all tensors, of any othe
 PATIENCE = 30.0  # seconds for a body to arrive
 SHORT, LONG = 5.0, 3600.0  # seconds that a request may take, and a paused engine is left alone, whatever its trainer says
 GRACE = 1.0  # seconds in which a trainer whose connection ended may come back
-STATUS = {
-    "ConfigError": 400, "PlanError": 422, "VersionConflict": 409, "EngineBusy": 409, "EngineTimeout": 409, "TransportError": 424,
-    "EngineDirty": 503, "EngineLost": 503, LATE_THERE: 504,
-}  # fmt: skip
 
 logger = logging.getLogger("instep")
 
@@ -114,7 +110,7 @@ class Served:
             elif isinstance(body, PrepareRequest):
                 seconds = min(max(SHORT, body.timeout), LONG)  # a trainer that is silent for longer has left
         answer = await self.endpoint.answer(method, payload, seconds)
-        if method == "call" and arguments[0] == "commit" and (dirty := _dirty(answer)):
+        if method == "call" and arguments[0] == "commit" and (dirty := dirty_reason(answer)):
             await self.endpoint.answer("refuse", encode((dirty,)))  # its trainer may not live to say it
         return answer
 
@@ -165,7 +161,7 @@ class Control:
             call = await _read(route, headers, receive)
             task = self._run(served, route, call)
             answer = await _watched(served, call, task, receive)
-            await _send(send, _status(answer), MSGPACK, answer)
+            await _send(send, status_of(answer), MSGPACK, answer)
         except Refused as refused:
             await _send(send, refused.status, b"application/json", _json({"error": str(refused)}), refused.headers)
         except Exception as error:
@@ -250,37 +246,6 @@ async def _watched(served: Served, call: Call, task: asyncio.Task[bytes], receiv
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _faults(answer: bytes) -> list[Fault]:
-    """The engine's, or its workers'."""
-    try:
-        outcome = decode(answer, Outcome)
-    except msgspec.DecodeError:
-        return []
-    if outcome.fault is not None:
-        return [outcome.fault]
-    return [reply.fault for reply in _replies(outcome) if reply.fault is not None]
-
-
-def _replies(outcome: Outcome) -> list[Reply]:
-    try:
-        return [decode(data, Reply) for data in decode(outcome.body, list[bytes])]
-    except msgspec.DecodeError:  # it was no request to the workers
-        return []
-
-
-def _status(answer: bytes) -> int:
-    faults = _faults(answer)
-    return STATUS.get(faults[0].kind, 500) if faults else 200
-
-
-def _dirty(answer: bytes) -> str | None:
-    """Why the engine's workers hold parts of two versions, if they do."""
-    replies = _replies(decode(answer, Outcome))
-    if not any(reply.state == "dirty" for reply in replies):
-        return None
-    return "commit failed: " + next((reply.fault.message for reply in replies if reply.fault is not None), "a worker is dirty")
 
 
 async def _unavailable(reason: str, scope: Scope, receive: Receive, send: Send) -> None:

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from instep.protocol import (
     Fault,
     Identity,
     Manifest,
+    Method,
     PrepareRequest,
     Reply,
     Request,
@@ -56,6 +57,7 @@ from instep.receiver.served import Serves, Taken
 from instep.receiver.trace import trace
 from instep.transport import Me, Reader, host, open_location, uuid_of
 
+METHODS = get_args(Method)
 RESERVED = 60.0  # seconds, where no trainer has told its own
 
 
@@ -95,21 +97,9 @@ class Receiver(Serves):
             if request.adapter:
                 check_base(self.merged, method)
                 return self.of_adapter(request.adapter).handle(method, encode(structs.replace(request, adapter=0)))
-            calls = {
-                "hello": self.status,
-                "status": self.status,
-                "trace": self.trace,
-                "reserve": self.reserve,
-                "prepare": self.prepare,
-                "ready": self.ready,
-                "commit": self.commit,
-                "accept": self.accept,
-                "abort": self.abort,
-                "digest": self.digest,
-            }
-            if method not in calls:
+            if method not in METHODS:
                 raise ConfigError(f"unknown method {method!r}")
-            body = calls[method](request)
+            body = getattr(self, "status" if method == "hello" else method)(request)
         except Exception as error:
             kind = type(error).__name__ if isinstance(error, InstepError) else "ApplyError"
             text = error.args[0] if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
