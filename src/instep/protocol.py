@@ -11,9 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-Method = Literal[
-    "hello", "trace", "reserve", "prepare", "ready", "commit", "accept", "abort", "status", "digest"
-]
+Method = Literal["hello", "trace", "reserve", "prepare", "ready", "commit", "accept", "abort", "status", "digest"]
 State = Literal["serving", "unproved", "dirty"]
 
 ITEM_BYTES = {

@@ -83,6 +83,7 @@ def test_web_pages_are_not_let_in() -> None:
         ("", call(1, b""), 404, "unknown method"),
         ("hello", b"x" * (SMALL + 1), 413, f"at most {SMALL} bytes"),
         ("prepare", b"x" * (LARGE + 1), 413, f"at most {LARGE} bytes"),
+        ("commit", b"x" * (LARGE + 1), 413, f"at most {LARGE} bytes"),
     ],
 )
 def test_malformed_requests_get_a_clear_answer(route: str, body: bytes, status: int, text: str) -> None:

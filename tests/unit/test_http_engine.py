@@ -12,11 +12,11 @@ from asgi import TOKEN, app, asgi_engine, served
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine import connect, http, http_token
+from instep.engine import connect, http, http_control, http_token
 from instep.engine.http import HttpEngine, HttpRpc
 from instep.engine.http_control import PREFIX
 from instep.engine.http_token import is_loopback, take_token, token_of
-from instep.errors import ConfigError, EngineLost
+from instep.errors import ConfigError, EngineLost, InstepError
 
 pytestmark = pytest.mark.usefixtures("segments")
 
@@ -195,6 +195,52 @@ def test_a_server_without_such_routes(status: int, method: Any, error: type[Exce
     with pytest.raises(error, match=f"gpu1 answered {method} with {status}") as caught:
         asyncio.run(engine.call(method, b""))
     assert len(str(caught.value)) < 600
+
+
+class Measured(httpx.AsyncBaseTransport):
+    """What each route's requests measure. Those to `refused` are too long for a proxy on the way."""
+
+    refused = ""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self.inner, self.sizes = inner, dict[str, int]()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        route = request.url.path.rpartition("/")[2]
+        self.sizes[route] = max(len(request.content), self.sizes.get(route, 0))
+        if route == self.refused:
+            return httpx.Response(413, text="<html>Request Entity Too Large", request=request)
+        return await self.inner.handle_async_request(request)
+
+
+def test_a_commit_may_be_as_long_as_the_list_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has their digests. With 18,867 tensors, as a mixture of experts has them, it takes 1.3 MB."""
+    monkeypatch.setattr(http_control, "SMALL", 256)
+    at = served()
+    way = Measured(httpx.ASGITransport(app(at)))
+    with WeightSync(attention(1), [HttpEngine("http://localhost", TOKEN, transport=way)]) as sync:
+        sync.push("v1")
+    others = {route: size for route, size in way.sizes.items() if route not in http_control.BODIES}
+    assert max(others.values()) <= 256 < way.sizes["commit"]
+    assert at.engine.version == "v1"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("route", ["trace", "prepare", "commit"])
+def test_a_request_that_a_proxy_finds_too_long_is_told_as_that(route: str) -> None:
+    at = served()
+    way = Measured(httpx.ASGITransport(app(at)))
+    way.refused = route
+    with WeightSync(attention(1), [HttpEngine("http://localhost", TOKEN, transport=way)]) as sync:
+        with pytest.raises(InstepError, match=rf"localhost does not take {route}, \d+ bytes, as too long") as caught:
+            sync.push("v1")
+        assert not isinstance(caught.value, EngineLost)
+        assert "client_max_body_size" in str(caught.value)
+        assert [(state.serving, state.version) for state in sync.status()] == [("old", None)]
+        engine: Any = at.engine
+        assert (engine.paused, engine.refusal, engine.fingerprint()) == (False, None, MemoryEngine(attention(0)).fingerprint())
+        way.refused = ""
+        sync.push("v2")
+    assert engine.version == "v2"
 
 
 def test_a_redirect_is_not_followed() -> None:

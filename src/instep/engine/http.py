@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from instep.engine import Engine
-from instep.engine.http_control import MSGPACK, PREFIX, TO_WORKERS, Call
+from instep.engine.http_control import LARGE, MSGPACK, PREFIX, TO_WORKERS, Call
 from instep.engine.http_token import SET_IT, checked, token_of, turned_away
 from instep.engine.http_url import place
 from instep.engine.rpc import RemoteEngine
@@ -26,6 +26,7 @@ from instep.protocol import decode, encode
 REPEATABLE = ("hello", "trace", "prepare", "ready", "accept", "status", "abort", "digest")
 """What may be done twice. Anything else is sent again only to ask what came of it: the server then runs nothing that it has not seen."""
 ASKING = ("hello", "status", "score")
+TOO_LONG = f"let {LARGE >> 20} MiB pass where the limit is, such as nginx's client_max_body_size: a request lists every tensor"
 ATTEMPTS, AGAIN = 3, 0.1  # seconds before the second attempt; three times as long before the third
 CONNECT = 5.0  # seconds
 KEPT = 2.0  # seconds that an idle connection is kept: servers close theirs after 5, and a request must not meet that
@@ -98,6 +99,10 @@ class HttpRpc:
         if status == 401:
             kind = ConfigError if route in ASKING else EngineLost  # the server may be another one since it was asked
             raise kind(f"{self.name} {turned_away('authorization' in self.client.headers)} (401: {text})", next_step=SET_IT)
+        if status == 413:  # from a proxy or the server, which has done nothing then
+            size = len(response.request.content)
+            told = f"{self.name} does not take {route}, {size} bytes, as too long (413: {text})"
+            raise ConfigError(told, next_step=TOO_LONG)
         text = f"{self.name} answered {route} with {status}: {text}"
         if route not in ASKING or status not in (403, 404, 405):
             raise EngineLost(text)

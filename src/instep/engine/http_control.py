@@ -190,7 +190,7 @@ def _admit(served: Served, headers: dict[bytes, bytes]) -> None:
 async def _read(route: str, headers: dict[bytes, bytes], receive: Receive) -> Call:
     if headers.get(b"content-type", b"").partition(b";")[0].strip() != MSGPACK:
         raise Refused(415, f"a body is {MSGPACK.decode()}")
-    limit = LARGE if route in ("trace", "prepare", "digest") else SMALL
+    limit = LARGE if route in BODIES else SMALL
     length = headers.get(b"content-length", b"0")
     if not length.isdigit() or int(length[:20]) > limit:
         raise Refused(413, f"{route} takes at most {limit} bytes")

@@ -218,7 +218,8 @@ class Member(Known):
                 await self._after_failed_commit(manifest, error, hold=request.hold)
             if isinstance(error, SyncError):
                 raise
-            raise SyncError(str(error.args[0]), tensor=error.tensor) from error
+            told = vars(error).get("next_step")  # a class's own may not hold any more
+            raise SyncError(str(error.args[0]), tensor=error.tensor, next_step=told) from error
         return EngineReceipt.of(self.name, time.perf_counter() - started, receipts)
 
     async def _commit(
