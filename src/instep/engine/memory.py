@@ -12,9 +12,9 @@ has none, tensor-parallel slices, a tensor derived from weights, a prefix cache.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -22,8 +22,9 @@ import torch
 
 from instep.digest import MASK, mix
 from instep.engine import CachePolicy
+from instep.engine.gate import CHANGING, Gate
 from instep.engine.memory_host import MemoryHost
-from instep.errors import ConfigError, EngineDirty, EngineLost
+from instep.errors import ConfigError, EngineLost
 from instep.protocol import Manifest, Method
 from instep.receiver.state import Receiver
 from instep.transport import Me, open_location
@@ -56,15 +57,23 @@ class MemoryEngine:
             with host.reload():
                 host.load(checkpoint.items())
         self.receivers = [Receiver(host, self._open) for host in self.hosts]
-        self.threads = ThreadPoolExecutor(max_workers=tp)  # workers run side by side, as processes do
+        # Workers run side by side, as processes do, and each takes one call after the other.
+        self.threads = [ThreadPoolExecutor(max_workers=1) for _ in range(tp)]
         self.version: str | None = None
-        self.paused = False
-        self.turn = threading.Condition()  # of tokens and of pushes
+        self.gate = Gate()
         self.dead = False
-        self.refusal: str | None = None
         self.prefix_cache: dict[tuple[int, ...], int] = {}
         self.faults: dict[str, Kind] = {}
         self.calls: list[str] = []
+
+    @property
+    def paused(self) -> bool:
+        return self.gate.paused
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it does not generate."""
+        return self.gate.refusal
 
     def inject(self, point: Point, kind: Kind = "error", *, tensor: int = 0) -> None:
         """The next call that reaches `point` fails, hangs until its deadline, or takes the process down.
@@ -92,11 +101,7 @@ class MemoryEngine:
         Waits while it is paused, as an engine holds its requests back. Raises `EngineDirty` while a push has left it with parts of two
         versions, `RuntimeError` where nobody has it go on within 60 s.
         """
-        with self.turn:
-            if not self.turn.wait_for(lambda: self.refusal or not self.paused, HELD):
-                raise RuntimeError(f"{self.name} was left paused for {HELD:g} s")
-            if self.refusal:
-                raise EngineDirty(f"{self.name} refuses to generate: {self.refusal}")
+        with self.gate.passing(self.name, HELD):
             weights = self.prefix_cache.setdefault((-adapter, *prompt) if adapter else tuple(prompt), self.fingerprint(adapter))
         state = mix(np.array([weights], np.uint64) + np.uint64(hash(tuple(prompt)) & MASK))
         tokens = []
@@ -112,21 +117,23 @@ class MemoryEngine:
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         await self._point(method)
         loop = asyncio.get_running_loop()
-        calls = (loop.run_in_executor(self.threads, receiver.handle, method, payload) for receiver in self.receivers)
+        workers = zip(self.threads, self.receivers, strict=True)
+        calls = (loop.run_in_executor(thread, self._handle, worker, method, payload) for thread, worker in workers)
         return list(await asyncio.gather(*calls))
+
+    def _handle(self, receiver: Receiver, method: Method, payload: bytes) -> bytes:
+        with self.gate.changing() if method in CHANGING else nullcontext():
+            return receiver.handle(method, payload)
 
     async def pause(self, caches: CachePolicy) -> None:
         await self._point("pause")
-        with self.turn:
-            self.paused = True
-            if caches == "reset":
-                self.prefix_cache.clear()
+        await self.gate.pause()
+        if caches == "reset":
+            self.prefix_cache.clear()
 
     async def resume(self) -> None:
         await self._point("resume")
-        with self.turn:
-            self.paused = False
-            self.turn.notify_all()
+        self.gate.resume()
 
     async def label(self, version: str) -> None:
         await self._point("label")
@@ -137,9 +144,7 @@ class MemoryEngine:
         return [-(1 + (self.fingerprint() >> shift % 48) % 1000 / 1000) for shift in token_ids[1:]]
 
     async def refuse(self, reason: str | None) -> None:
-        with self.turn:
-            self.refusal = reason
-            self.turn.notify_all()
+        self.gate.refuse(reason)
 
     async def _point(self, point: str) -> None:
         self.calls.append(point)

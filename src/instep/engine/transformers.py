@@ -7,9 +7,11 @@ completions = engine.generate([[1, 2, 3]], max_tokens=16, temperature=1.0, seed=
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 from instep.engine import CachePolicy
-from instep.errors import EngineDirty
+from instep.engine.gate import CHANGING, Gate, gated
 from instep.protocol import Method
 from instep.receiver import NeverRebuilds, NoAdapters
 from instep.receiver.regions import view
@@ -27,11 +29,14 @@ from instep.source.layout import Saved, layout
 from instep.source.module import ModuleSource
 from instep.source.tensors import identity
 
+HELD = 60.0
+"""Seconds for which a forward waits for a push to end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """token_ids: what was generated, the stop token included. logprobs: natural log, after temperature, one per token.
-    weight_version: the version that served."""
+    weight_version: the version that made the first of them."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -47,8 +52,11 @@ class TransformersEngine:
         self.name = name
         self.model = model.eval().requires_grad_(False)
         self.version: str | None = None
-        self.refusal: str | None = None
+        self.device = model.device  # asked now: while a push traces the model it lies nowhere
         self.receiver = Receiver(ModelHost(model))
+        self.thread = ThreadPoolExecutor(max_workers=1)  # of pushes
+        self.gate = Gate()
+        gated(model, self.gate, name, HELD)
 
     @torch.no_grad()
     def generate(
@@ -62,21 +70,25 @@ class TransformersEngine:
     ) -> list[Completion]:
         """One completion for each prompt; temperature 0 takes the likeliest token. Prompts are padded on the left and run as one batch.
 
-        Raises `EngineDirty` while a push has left it with parts of two versions.
+        May be called in any thread. A push waits for the forward that runs, and the next forward
+        for the push: a completion that meets one goes on with the new weights.
+
+        Raises `EngineDirty` while a push has left it with parts of two versions, `RuntimeError`
+        where nobody has it go on within 60 s.
         """
-        if self.refusal:
-            raise EngineDirty(f"{self.name} refuses to generate: {self.refusal}")
-        device = self.model.device
+        device = self.device
         generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
         longest = max(len(prompt) for prompt in prompts)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
         inputs = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        results: list[Completion] = [Completion([], [], self.version) for _ in prompts]
+        results: list[Completion] = []
         running = set(range(len(prompts)))
         cache = None
         for _ in range(max_tokens):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
-            output = self.model(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+            with self.gate.passing(self.name, HELD):
+                results = results or [Completion([], [], self.receiver.version) for _ in prompts]
+                output = self.model(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             logprobs = torch.log_softmax(output.logits[:, -1].float() / (temperature or 1.0), dim=-1)
             tokens = logprobs.argmax(-1) if temperature == 0 else torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
@@ -92,21 +104,28 @@ class TransformersEngine:
         return results
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        return [self.receiver.handle(method, payload)]
+        return [await asyncio.get_running_loop().run_in_executor(self.thread, self._handle, method, payload)]
 
-    async def pause(self, caches: CachePolicy) -> None:
-        """Nothing runs between two calls of `generate`, and no KV outlives one."""
+    def _handle(self, method: Method, payload: bytes) -> bytes:
+        with self.gate.changing() if method in CHANGING else nullcontext():
+            return self.receiver.handle(method, payload)
 
-    async def resume(self) -> None: ...
+    async def pause(self, caches: CachePolicy) -> None:  # noqa: ARG002
+        """No KV outlives a call of `generate`."""
+        await self.gate.pause()
+
+    async def resume(self) -> None:
+        self.gate.resume()
 
     async def label(self, version: str) -> None:
         self.version = version
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        return ModuleSource(self.model).score(token_ids) or [math.nan] * (len(token_ids) - 1)
+        with self.gate.passing(self.name, HELD):
+            return ModuleSource(self.model).score(token_ids) or [math.nan] * (len(token_ids) - 1)
 
     async def refuse(self, reason: str | None) -> None:
-        self.refusal = reason
+        self.gate.refuse(reason)
 
 
 class ModelHost(NeverRebuilds, NoAdapters):
