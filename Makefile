@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13 python3
 	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: demo test check bench bench-sharded benchmarks lint setup-demo setup-test clean
+.PHONY: demo test check bench bench-sharded benchmarks docs lint setup-demo setup-test clean
 
 demo: setup-demo  ## a small language model learns while a live engine follows it
 	$(BIN)/instep demo
@@ -26,6 +26,9 @@ bench-sharded: setup-test  ## pushes from 2 and 4 ranks of a sharded trainer, wi
 
 benchmarks: setup-test  ## docs/benchmarks.md and its picture, from the results in bench/results
 	$(BIN)/python -m instep.bench.page bench/results docs
+
+docs: setup-test  ## the documentation as a site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: setup-test
 	$(BIN)/ruff check

@@ -19,7 +19,8 @@ VERSION = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """
+    """Settings of a `WeightSync`. Raises `ConfigError` for a value that cannot be used.
+
     require: `all` aborts a push before any commit unless every engine has prepared it; `any` goes on with those that have.
     caches: what happens to KV computed with the old weights. `reset` drops the prefix cache and recomputes requests in flight;
         `keep` leaves both, for in-flight updates that accept old KV.

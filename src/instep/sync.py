@@ -42,9 +42,13 @@ class WeightSync:
 
     source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, an `Adapter`, or a `Source`.
     engines: a list of `vllm.LLM`, `AsyncLLM`, servers' URLs, handles of Ray actors, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
-    Where the source lies in several processes (FSDP, ZeRO, DTensor), every rank makes a `WeightSync` and makes the same calls. Rank 0 has
-    the engines; the others' are not looked at, and every rank returns the same receipt or raises the same error.
-    The other settings are those of `instep.config.Config`. `sinks` receive an `Event` at a time (see `instep.telemetry`).
+    sinks: functions that take one `Event` at a time (see `instep.telemetry`).
+
+    The other settings are those of `instep.config.Config`. Raises `ConfigError` for what cannot be used.
+
+    Where the source lies in several processes (FSDP, ZeRO, DTensor), every rank makes a `WeightSync` and
+    makes the same calls. Rank 0 has the engines; those of other ranks are not looked at. Every rank
+    returns the same receipt or raises the same error.
     """
 
     def __init__(

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pytest
+from engines import ARGUMENTS, SETTINGS
+
+HERE = Path(__file__).parent
+NAMES = """\
+from functools import partial
+
 import torch
-from engines import ARGUMENTS, settings
+import vllm
 from models import tiny
 
-from instep.bench.subjects import stop_vllm
+# The example leaves to vLLM what a checkpoint without a tokenizer and a machine without a GPU need.
+vllm.LLM = partial(vllm.LLM, **{arguments})
+path, model, steps = {path!r}, tiny("llama", 2), 2
 
 
-def test_the_seven_lines_run(
-    checkpoints: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
+def train(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.neg_()
 
-    def train(model: Any) -> None:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.neg_()
 
-    names: dict[str, Any] = {"path": str(checkpoints("llama", 1)), "model": tiny("llama", 2), "steps": 2, "train": train}
-    with settings():
-        import vllm
+"""
 
-        # The example leaves to vLLM what a checkpoint without a tokenizer and a machine without a GPU need.
-        monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, **ARGUMENTS))
-        exec(example, names)
-    out = capsys.readouterr().out
-    assert re.search(r"^step-0: .* to 1 engine in ", out, re.MULTILINE)
-    assert re.search(r"^step-1: .* digest [0-9a-f]{16}", out, re.MULTILINE)
-    names["sync"].close()
-    stop_vllm(names["llm"])
+
+def test_the_seven_lines_run_as_a_script(checkpoints: Callable[[str, int], Path], tmp_path: Path) -> None:
+    readme = (HERE.parents[1] / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    script = tmp_path / "seven_lines.py"
+    script.write_text(NAMES.format(arguments=ARGUMENTS, path=str(checkpoints("llama", 1))) + example)
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, **SETTINGS, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"^step-0: .* to 1 engine in ", done.stdout, re.MULTILINE)
+    assert re.search(r"^step-1: .* digest [0-9a-f]{16}", done.stdout, re.MULTILINE)

@@ -5,21 +5,28 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from inspect import signature
 from pathlib import Path
+from runpy import run_path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from instep import WeightSync
+from instep.bench.group import free_port
 from instep.cli import checks
 from instep.metrics import metrics
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "DESIGN.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+WORDS = 700
+"""At most in the README, which is read in two minutes."""
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 RUN = ("quickstart.md", "transports.md", "metrics.md")
 """Pages whose Python needs neither a GPU nor a server. A block that does is marked `no-run` after `python`."""
@@ -40,6 +47,27 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(f"{target}#{anchor}")
     assert broken == []
+
+
+def test_the_readme_is_read_in_two_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= WORDS
+
+
+def test_lines_of_text_have_at_most_100_columns() -> None:
+    wide = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in PAGES
+        for number, line in enumerate(page.read_text().splitlines(), start=1)
+        if len(line) > 100 and not line.lstrip().startswith("|")
+    ]
+    assert wide == []
+
+
+def test_the_package_page_has_the_readme_without_links_into_the_repository() -> None:
+    text = run_path(str(ROOT / "scripts" / "links.py"))["without_links"]((ROOT / "README.md").read_text())
+    assert LINK.findall(text) == []
+    assert "[" not in text.replace('"instep[', "").replace("engines=[llm]", "")
+    assert "Quickstart" in text
 
 
 def test_the_index_of_decisions_has_every_page_once() -> None:
@@ -76,6 +104,40 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(name: str, capsys: pytest.
         assert samples("instep_syncs_total", {"outcome": "ok"}) == 1
 
 
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Those of the recipes, each with one that is free here."""
+    monkeypatch.setenv("INSTEP_TOKEN", "a token of the test")
+    return {"29500": str(free_port()), "9464": str(free_port())}
+
+
+def test_the_recipes_run(ports: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A block that begins with the name of a file is a program; the others are one program, from top to bottom."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    for told, free in ports.items():
+        assert told in text
+        text = text.replace(told, free)
+    programs, namespace = [], dict[str, Any]()
+    try:
+        for block in CODE.findall(text):
+            if name := re.match(r"# (\w+\.py)\n", block):
+                (tmp_path / name[1]).write_text(block)
+                programs.append(subprocess.Popen([sys.executable, tmp_path / name[1]]))
+            else:
+                exec(compile(block, "recipes.md", "exec"), namespace)
+        assert [program.poll() for program in programs] == [None]
+        with urlopen(f"http://127.0.0.1:{ports['9464']}/metrics") as answer:
+            assert 'instep_syncs_total{outcome="ok"} 1.0' in answer.read().decode()
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait(30)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("step-1: 0 MB in 1 tensors to 1 engine")
+    assert told[1:] == ["run-1/step-7"]
+    assert namespace["sync"].status()[0].version == "average-1"
+
+
 def test_the_quickstart_has_every_setting_with_its_default() -> None:
     page = (ROOT / "docs" / "quickstart.md").read_text()
     settings = {name: found.default for name, found in signature(WeightSync).parameters.items() if found.kind is found.KEYWORD_ONLY}
@@ -85,7 +147,7 @@ def test_the_quickstart_has_every_setting_with_its_default() -> None:
 
 def test_the_quickstart_has_every_extra() -> None:
     page = (ROOT / "docs" / "quickstart.md").read_text().partition("## ")[0]
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys() - {"test"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys() - {"test", "docs"}
     assert set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\|([^|]+)\|", page, re.MULTILINE)))) == extras
 
 

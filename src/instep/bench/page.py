@@ -8,6 +8,7 @@ Numbers stand in no other text, so that text and results cannot differ.
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -63,7 +64,7 @@ COLUMNS = """\
 def page(kept: Mapping[str, Kept]) -> str:
     """Markdown of all results, by their names."""
     sections = (f"## {name}\n\n{_section(results)}\n" for name, results in kept.items())
-    return TEXT + table(
+    text = TEXT + table(
         OVERVIEW,
         (
             row
@@ -72,6 +73,11 @@ def page(kept: Mapping[str, Kept]) -> str:
             for row in _beside(name, results)
         ),
     ) + "\n" + COLUMNS + "\n".join(sections)  # fmt: skip
+    return "\n".join(line if line.startswith("|") else _wrapped(line) for line in text.split("\n"))
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _beside(name: str, results: Results) -> Iterator[Sequence[str]]:

@@ -37,7 +37,8 @@ HELD = 60.0
 
 
 class MemoryEngine:
-    """
+    """An engine in memory: a test double that stores weights as engines do and fails where it is told to.
+
     checkpoint: names and tensors as `save_pretrained` writes them; the shapes the engine is built from, and its first weights.
     tp: tensor-parallel workers. Where they do not divide a size the last ones have less.
 

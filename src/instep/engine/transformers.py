@@ -44,7 +44,8 @@ class Completion:
 
 
 class TransformersEngine:
-    """
+    """An engine without vLLM: a model of transformers that generates in this process.
+
     model: a causal language model of transformers, unwrapped. The engine owns it from now on.
     """
 

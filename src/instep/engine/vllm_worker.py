@@ -20,7 +20,10 @@ from instep.receiver.state import Receiver
 
 
 class WorkerExtension:
-    """`self` is vLLM's worker."""
+    """instep's half inside a vLLM worker, named by `worker_extension_cls` when the engine starts.
+
+    `self` is vLLM's worker.
+    """
 
     def instep_call(self, method: str, payload: bytes) -> bytes:
         """One call of the receiver's protocol: an encoded `Request` in, an encoded `Reply` out. Never raises."""
