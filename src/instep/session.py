@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from instep.config import Config
 from instep.engine.fleet import Fleet
+from instep.history import History
 from instep.protocol import Manifest, TensorMeta
 from instep.source.guarded import Guarded
 from instep.telemetry import Sink
@@ -23,7 +24,9 @@ class Session:
     fleet: Fleet
     transport: AutoTransport
     sinks: Sequence[Sink]
-    history: list[str] = field(default_factory=list)
+    history: History[int] = field(default_factory=History)
+    """Which push each version was: a version is pushed once."""
+    pushes: int = 0
     described: list[TensorMeta] = field(default_factory=list)
     """The source's tensors as they were checked last. Their signature and sizes hold for an equal list."""
     signature: str = ""
@@ -40,6 +43,12 @@ class Session:
         """The current version, if its bytes are still to be had: those in the trainer's own memory are gone when it steps."""
         live = self.current is not None and self.current.location.live
         return None if live and self.source.stamp() != self.stamp else self.current
+
+    def remember(self, version: str) -> None:
+        """An engine serves a version that was not there before, or one more has caught up with it."""
+        if version not in self.history:
+            self.pushes += 1
+            self.history[version] = self.pushes
 
     def sizes_of(self, tensors: Sequence[TensorMeta]) -> dict[str, int]:
         """Bytes of each tensor that is sent."""

@@ -43,8 +43,8 @@ class Push:
         Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense.
         """
         session = self.session
-        if self.version in session.history:
-            age = len(session.history) - 1 - session.history.index(self.version)
+        if (number := session.history.get(self.version)) is not None:
+            age = session.pushes - number
             raise VersionConflict(
                 f"version {self.version!r} was pushed before"
                 + (f", {age} version{'s' * (age > 1)} ago" if age else ": it is the current one"),
@@ -185,8 +185,7 @@ class Push:
         if done:
             session.current, session.published = manifest, self.published
             session.stamp, session.expected = self.stamp, self.expected
-            if self.version not in session.history:
-                session.history.append(self.version)
+            session.remember(self.version)
         self._remaining(members)
         return done, manifest
 

@@ -123,6 +123,7 @@ class Member(Known):
             self.attempted.clear()
         if self.serving == "old" and self.version in self.attempted:
             self.pushed = self.version
+        self.attempted &= {self.version or ""}  # of an earlier one nothing is on its way any more
         busy = any(identity.busy for identity in found)  # whoever pushes now will have it go on
         if self.serving == "old" and self.condemned == LATE and not busy:
             # Whether or not that commit has worked, it holds one whole version.

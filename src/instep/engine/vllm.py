@@ -10,6 +10,7 @@ import asyncio
 import queue
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -197,23 +198,20 @@ def _lost(name: str, error: Exception) -> Exception:
     return error
 
 
+Job = tuple[Callable[[], Any], Future[Any]]
+
+
 class _Thread:
-    """Runs blocking calls one after the other. A call that never returns does not keep the interpreter from ending."""
+    """Runs blocking calls one after the other. A call that never returns does not keep the interpreter from ending.
+
+    The thread ends when this object is gone, and keeps nothing of a call that is over.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=f"instep-{name}", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            job, future = self.jobs.get()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self.jobs,), name=f"instep-{name}", daemon=True).start()
+        weakref.finalize(self, self.jobs.put, None)
 
     async def run(self, job: Callable[[], T]) -> T:
         future: Future[T] = Future()
@@ -222,3 +220,18 @@ class _Thread:
             return await asyncio.wrap_future(future)
         except Exception as error:
             raise _lost(self.name, error) from error
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        _do(*job)
+        del job  # which holds the engine until the next one comes
+
+
+def _do(job: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(job())
+    except BaseException as error:
+        future.set_exception(error)

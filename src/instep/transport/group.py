@@ -80,7 +80,7 @@ class Group:
         self.broken: str | None = None
         self.rooms: list[torch.Tensor] = []
         self.started = time.monotonic()
-        self._looked = 0.0
+        self._looked, self._met = 0.0, ""
         try:
             self.store.set(f"settings {rank}", os.environ.get(CUMEM, "unset"))
             self.meet("group")  # before any backend waits: the backends' own waits cannot be ended
@@ -105,6 +105,7 @@ class Group:
         """Waits until every rank is here. A broadcast is no such wait: its data runs ahead of ranks that have not come.
 
         place: a name that is used once. The first rank gives up after half of the time, so that the others hear it within theirs.
+        Each rank leaves one key, that of the last place.
         """
         patience = self.timeout if self.rank else self.timeout / 2
         self.store.set(f"{place} {self.rank}", "here")
@@ -115,6 +116,9 @@ class Group:
                 raise self._break("deadline", TransportError(f"rank {missing} of {self.size} did not come within {patience:g} s"))
             self._look()
             time.sleep(0.0003)
+        if self._met:  # whoever is here has left the place before
+            self.store.delete_key(self._met)
+        self._met = f"{place} {self.rank}"
 
     def begin(self, timeout: float) -> None:
         """The deadline of everything that follows."""
