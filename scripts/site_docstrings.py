@@ -15,7 +15,16 @@ import griffe
 class Fields(griffe.Extension):
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = with_lists(obj.docstring.value, names(obj))
+            obj.docstring.value = signature(obj) + with_lists(obj.docstring.value, names(obj))
+
+
+def signature(obj: Any) -> str:
+    """The fields of a msgspec struct, which griffe does not take for a dataclass."""
+    if not obj.is_class or not any(str(base) in ("Struct", "msgspec.Struct") for base in obj.bases):
+        return ""
+    fields = [one for one in obj.attributes.values() if one.annotation and "property" not in one.labels]
+    lines = [f"    {one.name}: {one.annotation}{f' = {one.value}' if one.value else ''}," for one in fields]
+    return "\n".join(["```python", f"{obj.name}(", *lines, ")", "```", "", ""])
 
 
 def names(obj: Any) -> Set[str]:

@@ -19,7 +19,6 @@ PAGES = {
     "DESIGN.md": "design/index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "SECURITY.md": "vulnerabilities.md",
 }
 """Where a file at the root stands on the site."""
 
@@ -34,8 +33,7 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     for name, place in PAGES.items():
-        if (ROOT / name).exists():
-            files.append(File.generated(config, place, content=(ROOT / name).read_text()))
+        files.append(File.generated(config, place, content=(ROOT / name).read_text()))
     return files
 
 

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 from runpy import run_path
 from typing import Any
 from urllib.request import urlopen
@@ -17,7 +18,8 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client import CollectorRegistry
 
-from instep import WeightSync
+import instep
+from instep import WeightSync, generation
 from instep.bench.group import free_port
 from instep.cli import checks
 from instep.metrics import metrics
@@ -68,6 +70,25 @@ def test_the_package_page_has_the_readme_without_links_into_the_repository() -> 
     assert LINK.findall(text) == []
     assert "[" not in text.replace('"instep[', "").replace("engines=[llm]", "")
     assert "Quickstart" in text
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    told = re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    there = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    roots = {"index.md", "contributing.md", "changelog.md", "design/index.md"}
+    assert sorted(set(told) - roots) == sorted(page for page in there if not page.startswith("design/"))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.stem)
+def test_every_name_of_the_reference_is_there_and_has_a_docstring(page: Path) -> None:
+    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE):
+        assert (resolve_name(name).__doc__ or "").strip(), name
+
+
+def test_the_reference_has_every_public_name() -> None:
+    told = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    public = [f"{module.__name__}.{name}" for module in (instep, generation) for name in module.__all__]
+    assert [name for name in public if f"::: {name}\n" not in told] == []
 
 
 def test_the_index_of_decisions_has_every_page_once() -> None:

@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 
 class LLMActor(Follower):
-    """
+    """Answers prompts with an engine of its own, while a trainer pushes to it. Stands in `engines` as it is.
+
     start: makes the engine, on the actor's event loop. tokenizer: the engine's own if None.
     tool_parser: makes the parser of tool calls, given the tokenizer.
     prompt_queue: of `PromptRequest`; without one, prompts come by `submit` alone. results_queue, eval_results_queue: of `GenerationResult`,

@@ -27,8 +27,11 @@ T = TypeVar("T")
 
 
 class RolloutQueues:
-    """max_prompts, max_results: that may wait, 0 for no limit; while results are full, actors take no prompts. Results of the evaluation
-    have no limit."""
+    """Queues of a fleet on Ray: each prompt that was put comes out as one result, also when its actor dies.
+
+    max_prompts, max_results: how many may wait, 0 for no limit. While results are full, actors take no
+        prompts. Results of the evaluation have no limit.
+    """
 
     def __init__(self, max_prompts: int = 0, max_results: int = 0) -> None:
         self.ledger: Any = ray.remote(num_cpus=0)(RayLedger).remote(max_prompts, max_results)

@@ -34,7 +34,6 @@ class RewardConfig:
     environment_reward: add the rewards that tools gave, their sum or the last one.
     require_tool_success: verifiers count nothing unless a tool was called, and every call answered something, in time and without an error.
     non_stop_penalty: takes the place of the score of a sample that did not end by itself.
-
     error_score: the score of a sample where a verifier broke. Its `Reward.error` says how, and a warning is logged.
     seconds: for one verifier on one sample; one that takes longer is broken.
     """

@@ -19,7 +19,8 @@ UNANSWERED = {"prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_sta
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """
+    """How the samples of a prompt are drawn. Other fields are those of `vllm.SamplingParams`.
+
     n: samples of a prompt.
     max_tokens: tokens of a whole response: all turns, tool output included.
     min_tokens: tokens before the model may end its response.

@@ -31,7 +31,8 @@ _ENDING: set[asyncio.Future[None]] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """
+    """What a program in a sandbox may use.
+
     seconds: of wall-clock time. memory: bytes of address space; beyond it the program sees a `MemoryError`. output: bytes of stdout and
         stderr together. file: bytes of one file that it writes; its working directory is removed when it ends. network: whether it may
         open sockets.

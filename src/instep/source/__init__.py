@@ -22,8 +22,11 @@ from instep.protocol import TensorMeta
 
 
 class Look(NamedTuple):
-    """A source at one moment. place: equal to that of an earlier moment only if every tensor that `tensors` gives lies where it lay then.
-    None where nobody knows, or where it gives tensors that it makes."""
+    """A source at one moment: what `metadata` and `stamp` say.
+
+    place: equal to that of an earlier moment only if every tensor that `tensors` gives lies where it
+        lay then. None where nobody knows, or where the source makes tensors.
+    """
 
     metadata: list[TensorMeta]
     stamp: Hashable

@@ -16,7 +16,8 @@ AGAIN = 0.05  # seconds between two looks for a new version
 
 
 class VLLMDoubleBufferSyncScheme(Scheme):
-    """
+    """Weights by way of a directory that holds two buffers.
+
     remote_addr: the directory as the trainer sees it. local_addr: as the engines see it, where that is another path.
     num_threads: not needed, digests use every core.
     settings: those of `instep.WeightSync`, for the engines' side.

@@ -29,7 +29,8 @@ AGAIN = 0.02  # seconds between two looks for a new version
 
 
 class VLLMWeightReceiver:
-    """
+    """The engine's half of a scheme, with the methods of TorchRL's.
+
     vllm_engine: a `vllm.LLM`, an `AsyncLLM`, or whatever else `WeightSync` takes. One that lives in Ray actors is reached by the trainer
         itself: then there is nothing to do here, and nothing that `poll_and_apply` could see.
 
