@@ -44,9 +44,13 @@ class EngineState:
     version: str | None
     phase: str | None = None
     reason: str | None = None
+    changed: str | None = None
+    """What other than a push changed the weights, which have no version since then."""
 
     def __str__(self) -> str:
         words = NEVER_HEARD if self.serving == "unknown" and self.version is None else WORDS[self.serving]
+        if self.changed and self.serving == "old":
+            words = f"serves weights that no push brought: {self.changed}"
         text = f"{self.engine}: " + words.format(version=self.version or "its own first weights")
         why = ": ".join(filter(None, (self.phase, self.reason)))
         return text + (f" ({why})" if why else "")

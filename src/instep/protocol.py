@@ -161,6 +161,13 @@ class Reply(msgspec.Struct, frozen=True):
     body: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
+class Withdrawn(msgspec.Struct, frozen=True):
+    """A version that a worker served until something else than a push changed its weights, and what that was."""
+
+    version: str
+    why: str
+
+
 class Identity(msgspec.Struct, frozen=True):
     """Answer to hello and status: who this worker is and what it holds. gpu: a UUID, whatever number the process knows the GPU by.
     holding: addresses of published versions that it still has open."""
@@ -177,6 +184,7 @@ class Identity(msgspec.Struct, frozen=True):
     holding: list[str]
     last_error: str | None = None
     busy: bool = False  # another trainer than the one that asks is pushing
+    withdrawn: Withdrawn | None = None
 
 
 class TraceRequest(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from instep.engine.vllm_worker import VllmHost, WorkerExtension
+from instep.engine.vllm_worker import VllmHost, WorkerExtension, adopt
 from instep.receiver import Fill
 from instep.receiver.state import Receiver
 
@@ -84,7 +84,7 @@ class FaultyExtension(WorkerExtension):
 
     def faulty_receiver(self) -> FaultyReceiver:
         if "instep_receiver" not in self.__dict__:
-            self.__dict__["instep_receiver"] = FaultyReceiver(FaultyHost(self))
+            adopt(self, FaultyHost(self), FaultyReceiver)
         receiver: FaultyReceiver = self.__dict__["instep_receiver"]
         return receiver
 

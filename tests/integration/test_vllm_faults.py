@@ -186,3 +186,23 @@ def test_errors_of_every_kind_are_instep_errors(llm: Any, sync: WeightSync) -> N
     with pytest.raises(InstepError):
         sync.push("bad name with spaces")
     sync.push("still-in-step")
+
+
+def test_weights_that_vllm_reloads_itself_lose_the_label_until_the_next_push(
+    llm: Any, sync: WeightSync, checkpoints: Callable[[str, int], Path], reference: Callable[..., Any]
+) -> None:
+    sync.push("ours")
+    assert versions(llm, PROMPTS[0])[0][0] == "ours"
+    llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints("llama", 2))})
+    llm.reset_prefix_cache()
+    assert versions(llm, PROMPTS[0])[0][0] == "unknown"
+    assert "serves weights that no push brought: CPUWorker.reload_weights changed the weights" in str(sync.status()[0])
+    receipt = sync.catch_up()
+    assert [engine.engine for engine in receipt.engines] == ["vllm"]
+    assert serves(llm, reference, 3)
+    assert versions(llm, PROMPTS[0])[0][0] == "ours"
+    llm.collective_rpc("reload_weights")
+    sync.push("ours-again")
+    assert serves(llm, reference, 3)
+    assert sync.status()[0].changed is None

@@ -20,6 +20,9 @@ from instep.protocol import Method
 
 CachePolicy = Literal["reset", "keep"]
 
+UNLABELLED = "unknown"
+"""Label of tokens made with weights that something else than a push has changed."""
+
 ADAPTERS = ("instep.engine.http", "instep.engine.vllm", "instep.engine.actor_handle")
 """Modules with `adapt(obj) -> Engine | None`, asked in order for objects that are no engines themselves."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from instep.engine import Engine
 from instep.errors import EngineState, InstepError, Serving
 from instep.plan.routes import Plan
-from instep.protocol import AdapterConfig, Identity, Manifest
+from instep.protocol import AdapterConfig, Identity, Manifest, Withdrawn
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Known:
     workers: list[Identity] = field(default_factory=list)
     failure: InstepError | None = None
     phase: str | None = None
+    withdrawn: Withdrawn | None = None
     trusted: bool = False  # not asked what it serves now
 
     @property
@@ -43,7 +44,8 @@ class Known:
 
     def state(self) -> EngineState:
         failure = self.failure.args[0] if self.failure else None
-        return EngineState(self.name, self.serving, self.version, self.phase if failure else None, failure)
+        withdrawn = self.withdrawn.why if self.withdrawn and self.version is None else None
+        return EngineState(self.name, self.serving, self.version, self.phase if failure else None, failure, withdrawn)
 
     def behind(self, version: str) -> bool:
         return self.version != version or self.serving != "old"

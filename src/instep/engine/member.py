@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import structs
 
-from instep.engine import CachePolicy
+from instep.engine import UNLABELLED, CachePolicy
 from instep.engine.at_once import AtOnce, goes_on
 from instep.engine.known import Known
 from instep.errors import (
@@ -121,6 +121,10 @@ class Member(Known):
         if incarnation != self.incarnation:
             self.incarnation, self.pushed, self.plan = incarnation, None, None
             self.attempted.clear()
+        self.withdrawn = next((identity.withdrawn for identity in found if identity.withdrawn), None)
+        if self.withdrawn and self.version is None:
+            self.pushed = None
+            await self.bounded("label", self.engine.label(UNLABELLED))
         if self.serving == "old" and self.version in self.attempted:
             self.pushed = self.version
         self.attempted &= {self.version or ""}  # of an earlier one nothing is on its way any more

@@ -9,7 +9,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from instep.engine import UNLABELLED
 from instep.engine.at_once import accepted, beside, goes_on, proved_together, refused
+from instep.engine.vllm import reaches_workers
+from instep.protocol import Identity, Reply, Request, decode, encode
 
 
 def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] | Future[list[bytes]]:
@@ -37,6 +40,19 @@ def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] 
 
     paused.add_done_callback(then)
     return done
+
+
+def relabel(core: Any) -> None:
+    """Take the label of a version away from weights that no longer are of it.
+
+    core: an `EngineCore` whose workers were called for something else than a push.
+    """
+    if not hasattr(core, "set_weight_version") or not reaches_workers(core.vllm_config):  # vLLM 0.27 and later
+        return
+    answers = core.model_executor.collective_rpc("instep_call", args=("status", encode(Request(0, ""))))
+    withdrawn = [decode(decode(answer, Reply).body, Identity).withdrawn for answer in answers]
+    if any(one is not None and one.version == core.get_weight_version() for one in withdrawn):
+        core.set_weight_version(UNLABELLED)
 
 
 def _commit(core: Any, payload: bytes, version: str) -> list[bytes]:

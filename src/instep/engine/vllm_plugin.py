@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import wraps
 from typing import Any
 
 NAME = "instep"
@@ -29,6 +31,37 @@ def _add_commit() -> None:
     messages = getattr(sys.modules.get("vllm.v1.engine"), "EngineCoreRequestType", None)
     if hasattr(core, "pause_scheduler") and hasattr(messages, "WAKEUP"):  # before that the front end paused
         core.instep_commit = _commit
+        if hasattr(core, "set_weight_version"):  # vLLM 0.27 and later
+            _watch(core, "collective_rpc")
+            _watch(core, "sleep")
+
+
+def _watch(core: Any, name: str) -> None:
+    """Have vLLM's core look whether its weights still are those of its label, after it called its
+    workers for something else than a push."""
+    run = getattr(core, name)
+    if hasattr(run, "__wrapped__"):
+        return
+
+    @wraps(run)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = run(self, *args, **kwargs)
+        finally:
+            if args[:1] != ("instep_call",):
+                _relabel(self)
+        if isinstance(result, Future):  # a step is finished first
+            result.add_done_callback(lambda _: _relabel(self))
+        return result
+
+    setattr(core, name, call)
+
+
+def _relabel(core: Any) -> None:
+    with suppress(Exception):  # vLLM's own answer is what its caller wants
+        from instep.engine.vllm_core import relabel
+
+        relabel(core)
 
 
 def _commit(self: Any, payload: bytes, reset: bool, version: str) -> Any:  # vLLM looks at the parameters

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from instep.engine.vllm_changes import watch
 from instep.protocol import Identity, Reply, Request, decode, encode
 from instep.receiver import Fill, Host
 from instep.receiver.state import Receiver
@@ -45,9 +46,15 @@ class WorkerExtension:
 def receiver_for(worker: Any) -> Receiver:
     """The one of a vLLM worker, made when it is first asked for."""
     if "instep_receiver" not in vars(worker):
-        vars(worker)["instep_receiver"] = Receiver(VllmHost(worker))
+        adopt(worker, VllmHost(worker), Receiver)
     receiver: Receiver = vars(worker)["instep_receiver"]
     return receiver
+
+
+def adopt(worker: Any, host: VllmHost, kind: type[Receiver]) -> None:
+    """Make the receiver of a vLLM worker, and have it notice what changes weights by other ways."""
+    vars(worker)["instep_receiver"] = receiver = kind(host)
+    watch(worker, receiver, lambda: host.busy)
 
 
 class VllmHost:
@@ -58,6 +65,7 @@ class VllmHost:
         self.rank: int = worker.rank
         self.world_size: int = worker.vllm_config.parallel_config.world_size
         self.device = str(worker.device)
+        self.busy = False  # with the model's loader, for a push
         # Flags that a reload session leaves on the model, set here as it leaves them: they are not derived from weights.
         flag = getattr(self.model, "_do_torchao_reload", False)
         vars(self.model).update(_do_torchao_reload=flag, _original_do_torchao_reload=flag)
@@ -167,8 +175,12 @@ class VllmHost:
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         config = self.worker.vllm_config
-        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-            yield
+        before, self.busy = self.busy, True
+        try:
+            with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+                yield
+        finally:
+            self.busy = before
 
 
 def _import_reload() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -22,6 +23,16 @@ from instep.receiver.copies import Copies
 from instep.receiver.pull import Puller
 from instep.receiver.regions import Tensors, copy_regions, holds
 from instep.transport import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A version that was opened. session: of its trainer. arrival: the seconds that it took, and the digests of what has arrived."""
+
+    manifest: Manifest
+    session: str
+    reader: Reader
+    arrival: Future[tuple[float, dict[str, int]]]
 
 
 @dataclass(frozen=True, slots=True)

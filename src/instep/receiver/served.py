@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from instep.errors import VersionConflict
+from instep.errors import PlanError, VersionConflict
 from instep.history import History
-from instep.protocol import Request, State, decode
+from instep.protocol import Request, State, Withdrawn, decode
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -29,6 +29,9 @@ class Serves:
         self.last_error: str | None = None
         self.merged = False  # an adapter is merged into what is served
         self.taken: Taken | None = None  # by the last commit, unless it failed
+        self.withdrawn: Withdrawn | None = None
+        self.asleep: str | None = None
+        """Why the weights cannot be written now."""
 
     def writes(self) -> None:
         """From here on the bytes in place are of no version."""
@@ -41,6 +44,19 @@ class Serves:
         self.last_error = f"its trainer did not prove what it holds of {taken.version}"
         if proved:
             self._take(taken)
+
+    def withdraw(self, why: str) -> None:
+        """Forget the version: something else than a push has changed the weights that had its label."""
+        if self.version is not None:
+            self.withdrawn = Withdrawn(self.version, why)
+        elif self.withdrawn is not None:  # the caller of what changed them, which says more
+            self.withdrawn = Withdrawn(self.withdrawn.version, why)
+        self.version, self.taken, self.last_error = None, None, why
+
+    def check_awake(self, method: str) -> None:
+        """Raise `PlanError` for a call that leads to a commit where the weights cannot be written now."""
+        if self.asleep is not None and method in ("trace", "prepare", "commit"):
+            raise PlanError(self.asleep, next_step="wake the engine first (vLLM: wake_up()), then push")
 
     def accept(self, request: Request) -> None:
         """The trainer has proved what the last commit wrote. Safe to repeat.
@@ -55,4 +71,5 @@ class Serves:
 
     def _take(self, taken: Taken) -> None:
         self.state, self.version, self.last_error, self.merged = "serving", taken.version, None, taken.merged
+        self.withdrawn = None
         self.history[taken.version] = taken.digest or self.history.get(taken.version)

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, get_args
 
-import msgspec
 import torch
 from msgspec import structs
 
@@ -49,7 +48,7 @@ from instep.readback import DigestRequest, Held
 from instep.receiver import Host
 from instep.receiver.adapter import AdapterHost, check_base, check_merged
 from instep.receiver.apply import Applier
-from instep.receiver.arrival import arrive, check_arrival
+from instep.receiver.arrival import Prepared, arrive, check_arrival
 from instep.receiver.held import held
 from instep.receiver.lease import Lease
 from instep.receiver.request import Expected, decode_prepare
@@ -59,13 +58,6 @@ from instep.transport import Me, Reader, host, open_location, uuid_of
 
 METHODS = get_args(Method)
 RESERVED = 60.0  # seconds, where no trainer has told its own
-
-
-class _Prepared(msgspec.Struct):
-    manifest: Manifest
-    session: str
-    reader: Reader
-    arrival: Future[tuple[float, dict[str, int]]]
 
 
 class Receiver(Serves):
@@ -82,7 +74,7 @@ class Receiver(Serves):
         self.applier: Applier | None = None
         self.signature: str | None = None
         self.expected = Expected([])
-        self.prepared: _Prepared | None = None
+        self.prepared: Prepared | None = None
         self.lease = Lease()
         self.last: PrepareRequest | None = None
         self.adapters: dict[int, Receiver] = {}
@@ -99,6 +91,7 @@ class Receiver(Serves):
                 return self.of_adapter(request.adapter).handle(method, encode(structs.replace(request, adapter=0)))
             if method not in METHODS:
                 raise ConfigError(f"unknown method {method!r}")
+            self.check_awake(method)
             body = getattr(self, "status" if method == "hello" else method)(request)
         except Exception as error:
             kind = type(error).__name__ if isinstance(error, InstepError) else "ApplyError"
@@ -134,7 +127,12 @@ class Receiver(Serves):
             holding=[prepared.manifest.location.address] if prepared else [],
             last_error=self.last_error,
             busy=self.lease.others(time.monotonic(), request.session),
+            withdrawn=self.withdrawn,
         )
+
+    def withdraw(self, why: str) -> None:
+        super().withdraw(why)
+        self.applier = self.signature = None  # what was proved of layers was proved of other tensors
 
     def trace(self, request: Request) -> Any:
         wanted = decode(request.body, TraceRequest)
@@ -188,7 +186,7 @@ class Receiver(Serves):
             arrival = self.checker.submit(check_arrival, manifest, reader)
         else:
             arrival.set_result((0.0, {}))
-        self.prepared, self.last = _Prepared(manifest, session, reader, arrival), wanted
+        self.prepared, self.last = Prepared(manifest, session, reader, arrival), wanted
         self.lease.take(time.monotonic(), session, manifest.version, wanted.lease)
         return reader
 
