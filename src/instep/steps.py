@@ -18,7 +18,7 @@ from instep.receipt import EngineReceipt, Receipt
 from instep.session import Session
 from instep.source import Look, check_unchanged
 from instep.telemetry import Event, logger
-from instep.transport import Placed, Published
+from instep.transport import Placed, Published, at_rest
 
 
 class Push:
@@ -36,6 +36,7 @@ class Push:
         self.alone = False  # a single one is prepared in the commit
         self.done: Receipt | None = None
         self.started = time.perf_counter()
+        session.transport.begin()
 
     def describe(self) -> list[TensorMeta]:
         """The source's tensors.
@@ -106,8 +107,9 @@ class Push:
             workers = [worker for member in members for worker in member.workers]
             look, self.look = self.look, None
             self.stamp = look.stamp if look else session.source.stamp()
-            values = Placed(lambda: self._counted(tensors), look.place if look else None)
-            self.published = session.transport.publish(tensors, values, session.source.device, workers)
+            device = session.source.device
+            values = Placed(lambda: self._counted(tensors, device), look.place if look else None)
+            self.published = session.transport.publish(tensors, values, device, workers)
             if not self.published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
                 check_unchanged(session.source, self.stamp)
         published = self.published
@@ -141,12 +143,13 @@ class Push:
         if self.trusting and any(isinstance(member.failure, VersionConflict) for member in members):
             members, manifest = await self._ask(manifest)
             failure = await self._prepare(members, manifest)
-        unreached = all(isinstance(member.failure, TransportError | None) for member in members)
-        if isinstance(failure, TransportError) and unreached and self.session.transport.give_up(failure):
+        transport = self.session.transport
+        while isinstance(failure, TransportError) and transport.give_up(failure, [member.failure for member in members]):
             manifest = self.publish(members, manifest.tensors, manifest.base)
             failure = await self._prepare(members, manifest)
         if failure is not None:
             raise failure
+        transport.reached()
         return [member for member in members if member.failure is None], manifest
 
     def _alone(self, members: Sequence[Member], manifest: Manifest) -> bool:
@@ -265,9 +268,10 @@ class Push:
             session.current = None
         session.transport.release_all_but(held)
 
-    def _counted(self, tensors: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _counted(self, tensors: Sequence[TensorMeta], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The source's tensors. Tells of every hundredth of their bytes."""
         session, of = self.session, self.session.sizes_of(tensors)
+        at_rest(device)  # also for what is computed on the way, such as merged adapters
         nbytes, told, everything = 0, 0, sum(of.values())
         for name, value in session.source.tensors():
             yield name, value

@@ -161,7 +161,8 @@ class VllmHost:
         return made
 
     def refresh(self) -> None:
-        refresh_tied(self.model)
+        with self._context():
+            refresh_tied(self.model)
 
     def adapter(self, number: int) -> Host:
         from instep.engine.vllm_adapter import VllmAdapter

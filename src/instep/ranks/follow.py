@@ -20,6 +20,7 @@ from instep.ranks.segment import Sums, Window, Write, sum_up, write
 from instep.receipt import Receipt
 from instep.source import unchanged
 from instep.source.sharded import Description, ShardedModule, Told
+from instep.transport import at_rest
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -83,6 +84,7 @@ class Follower:
 
     def describe(self, _: msgspec.Raw) -> Told:
         found = self.module.describe()
+        at_rest(self.module.device)  # nothing is read before that
         return Told(None if found is self.shared else found)
 
     def share(self, body: msgspec.Raw) -> None:

@@ -13,6 +13,7 @@ from instep.ranks.channel import Channel
 from instep.ranks.gather import Meeting, Stretch, lists, take_all
 from instep.ranks.run import Run
 from instep.source.sharded import Description, ShardedModule, Told
+from instep.transport import at_rest
 
 
 class RankedSource:
@@ -33,6 +34,7 @@ class RankedSource:
         self._made = {}
         self.channel.tell("describe")
         own = self.module.describe()
+        at_rest(self.device)
         answers = [decode(answer, Told).description for answer in self.channel.collect()]
         now = [own, *(new or self.descriptions[rank] for rank, new in enumerate(answers, 1))]
         if now != self.descriptions:

@@ -174,6 +174,12 @@ def host() -> str:
         return socket.gethostname()
 
 
+def at_rest(device: torch.device) -> None:
+    """Waits until a GPU has done what it was asked for on any stream: a copy waits for one alone."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def uuid_of(device: torch.device) -> str | None:
     """Of a GPU: the same in every process, whatever number it has there."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,28 @@ from instep.transport.ipc import IpcTransport
 from instep.transport.shm import ShmTransport
 
 logger = logging.getLogger("instep")
+
+
+SKIPPED = 63
+"""The most pushes for which a transport that engines could not open is left out."""
+
+
+@dataclass
+class _Refused:
+    """A transport whose last publication engines could not open. The reason may pass, as where a
+    process had too many files open: so it is tried again, after twice as many pushes each time."""
+
+    reason: str
+    times: int = 0
+    skipped: int = 0  # pushes that are to go without it
+
+    def once_more(self, reason: str) -> None:
+        self.reason, self.skipped = reason, min(2**self.times - 1, SKIPPED)
+        self.times += 1
+
+    def __str__(self) -> str:
+        pushes = f"{self.skipped} more push{'es' * (self.skipped > 1)}" if self.skipped else ""
+        return f"{self.reason} (tried again {f'after {pushes}' if pushes else 'with the next push'})"
 
 
 class AutoTransport:
@@ -34,7 +57,8 @@ class AutoTransport:
             "http": HttpTransport(),
         }
         self.candidates = {name: every[name] for name in every if only in ("auto", name)}
-        self.refused: dict[str, str] = {}
+        self.refused: dict[str, _Refused] = {}
+        self.left_out: set[str] = set()  # of the push that is under way
         self.used: Transport | None = None
         self.told: str | None = None
         self.against = ""
@@ -55,7 +79,7 @@ class AutoTransport:
             raise TransportError("the WeightSync was closed", next_step="make a new one")
         against: dict[str, str] = {}
         for name, candidate in self.candidates.items():
-            reason = self.refused.get(name) or candidate.consider(device, workers)
+            reason = str(self.refused[name]) if name in self.left_out else candidate.consider(device, workers)
             if reason is None:
                 try:
                     published = candidate.publish(tensors, values)
@@ -70,14 +94,31 @@ class AutoTransport:
             against[name] = reason
         raise TransportError(f"no transport reaches the engines: {_listed(against)}")
 
-    def give_up(self, error: TransportError) -> bool:
-        """Engines cannot open what was published last. Whether there is another candidate: the next publication takes it."""
+    def give_up(self, error: TransportError, failures: Sequence[Exception | None]) -> bool:
+        """Engines cannot open what was published last. Whether there is another candidate: the next publication takes it.
+
+        failures: of each engine. One that fails for another reason would fail with every candidate.
+        """
         *others, last = self.candidates
-        used = next((name for name in others if self.candidates[name] is self.used), None)
-        if used is None:
+        other = any(not isinstance(failure, TransportError | None) for failure in failures)
+        if other or (used := self._used()) not in others or last in self.left_out:
             return False
-        self.refused[used] = str(error.args[0])
-        return last not in self.refused
+        self.refused.setdefault(used, _Refused("")).once_more(str(error.args[0]))
+        self.left_out.add(used)
+        return True
+
+    def reached(self) -> None:
+        """Engines have opened what was published last."""
+        self.refused.pop(self._used(), None)
+
+    def _used(self) -> str:
+        return next(name for name, candidate in self.candidates.items() if candidate is self.used)
+
+    def begin(self) -> None:
+        """Another push begins."""
+        self.left_out = {name for name, refused in self.refused.items() if refused.skipped}
+        for name in self.left_out:
+            self.refused[name].skipped -= 1
 
     def hasten(self) -> None:
         if self.used is not None:

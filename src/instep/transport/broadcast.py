@@ -126,7 +126,10 @@ class BroadcastTransport:
             raise
 
     def finish(self, published: Published) -> Published:
-        digests, flagged = self.sent.result(timeout=self.timeout)
+        try:
+            digests, flagged = self.sent.result(timeout=self.timeout)
+        except TimeoutError:
+            raise TransportError(f"the trainer did not send everything within {self.timeout:g} s") from None
         return Published(published.location, digests, flagged)
 
     def release_all_but(self, held: Set[str]) -> None:

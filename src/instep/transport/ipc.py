@@ -158,6 +158,7 @@ class Beside:
             return await under_way
         finally:
             under_way.cancel()
+            await asyncio.wait([under_way])  # whoever cleans up after it must not meet it
 
 
 def _by_name(values: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

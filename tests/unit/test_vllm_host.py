@@ -1,0 +1,48 @@
+"""What instep asks of vLLM's layers it asks as vLLM does while it loads a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from instep.engine.vllm_worker import VllmHost
+
+
+class Tied(nn.Module):
+    """Two layers with one tensor, as an embedding and its head."""
+
+    def __init__(self, process: Any) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Module(), nn.Module()
+        weight = nn.Parameter(torch.zeros(2, 2))
+        for layer in (self.embedding, self.head):
+            layer.register_parameter("weight", weight)
+            layer.quant_method = SimpleNamespace(process_weights_after_loading=process)
+
+
+def test_hooks_after_loading_run_within_vllms_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    within, seen = [False], list[tuple[str, bool]]()
+
+    @contextmanager
+    def context(_: Any) -> Iterator[None]:
+        within[0] = True
+        yield
+        within[0] = False
+
+    def process(layer: nn.Module) -> None:
+        seen.append(("head" if layer is model.head else "embedding", within[0]))
+
+    model = Tied(process)
+    host: Any = VllmHost.__new__(VllmHost)
+    host.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    monkeypatch.setattr(VllmHost, "_context", context)
+    host.refresh()
+    assert seen == [("head", True)]
