@@ -33,6 +33,7 @@ MASK = (1 << 64) - 1
 
 CHUNK = 128 * BLOCK_BYTES  # 4 MiB: one job of a thread
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -69,6 +70,15 @@ def partial(data: Bytes, seed: int, first_block: int = 0) -> int:
         tail[:rest] = data[blocks * BLOCK_BYTES :]
         total += partial(tail, seed, first_block + blocks)
     return total & MASK
+
+
+def partials(data: Sequence[Bytes]) -> list[int]:
+    """The sum of each with seed 0, on all cores."""
+    jobs = [(index, piece[at : at + CHUNK], at // BLOCK_BYTES) for index, piece in enumerate(data) for at in range(0, piece.size, CHUNK)]
+    sums = [0 for _ in data]
+    for (index, _, _), got in zip(jobs, _on_all_cores(lambda job: partial(job[1], 0, job[2]), jobs), strict=True):
+        sums[index] = (sums[index] + got) & MASK
+    return sums
 
 
 _of_thread = threading.local()
@@ -146,12 +156,16 @@ def from_flags(flags: Mapping[str, Flags], tensors: Sequence[TensorMeta], offset
 
 
 def _by_strips(job: Callable[[Bytes], Result], data: Bytes) -> list[Result]:
-    """Runs a job on pieces of CHUNK bytes, on all cores that this process may use. One piece is not worth a thread."""
-    pieces = [data[at : at + CHUNK] for at in range(0, data.size, CHUNK)]
-    if len(pieces) < 2:
-        return [job(piece) for piece in pieces]
+    """Runs a job on pieces of CHUNK bytes."""
+    return _on_all_cores(job, [data[at : at + CHUNK] for at in range(0, data.size, CHUNK)])
+
+
+def _on_all_cores(job: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """On all cores that this process may use. One item is not worth a thread."""
+    if len(items) < 2:
+        return [job(item) for item in items]
     with ThreadPoolExecutor(max_workers=cores()) as pool:
-        return list(pool.map(job, pieces))
+        return list(pool.map(job, items))
 
 
 def block_sums(data: Bytes) -> Words:

@@ -81,6 +81,16 @@ class SourceError(InstepError):
 
     next_step = "no engine was touched: mend the source, then push again"
 
+    @classmethod
+    def changed(cls, tensor: str | None = None) -> SourceError:
+        """Two reads of the source, one after the other, gave different bytes. tensor: the first that differs, where it is known."""
+        seen = f" ({tensor} was read twice and differs)" if tensor else ""
+        return cls(
+            f"the trainer changed its weights while they were copied; no engine was touched{seen}",
+            tensor=tensor,
+            next_step="push between optimizer steps, from the thread that steps",
+        )
+
 
 class PlanError(InstepError):
     """Source and engine disagree about names, shapes or dtypes. No byte has moved."""

@@ -107,8 +107,9 @@ class Push:
             workers = [worker for member in members for worker in member.workers]
             look, self.look = self.look, None
             self.stamp = look.stamp if look else session.source.stamp()
-            device = session.source.device
-            values = Placed(lambda: self._counted(tensors, device), look.place if look else None)
+            source, device = session.source, session.source.device
+            place = look.place if look else None
+            values = Placed(lambda: self._counted(tensors, device), source.again, source.stays, place)
             self.published = session.transport.publish(tensors, values, device, workers)
             if not self.published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
                 check_unchanged(session.source, self.stamp)

@@ -16,6 +16,7 @@ from instep import MemoryEngine, WeightSync
 from instep.errors import SourceError
 from instep.source.bare import merge
 from instep.source.module import ModuleSource
+from instep.transport import copying
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -126,7 +127,7 @@ def test_a_push_merges_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
         merged.append(path)
         return merge(path, layer)
 
-    monkeypatch.setattr("instep.source.module.merge", counted)
+    monkeypatch.setattr("instep.source.snapshot.merge", counted)
     with WeightSync(model, [MemoryEngine(saved(model))]) as sync:
         sync.push("v1")
     assert merged == ["model.embed_tokens", "lm_head"]
@@ -223,3 +224,26 @@ def test_score_uses_the_adapter() -> None:
     tokens = [1, 2, 3, 4]
     assert ModuleSource(model).score(tokens) == pytest.approx(ModuleSource(merged).score(tokens), abs=1e-4)
     assert ModuleSource(model).score(tokens) != pytest.approx(ModuleSource(model.unload()).score(tokens), abs=1e-4)
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B", "base_layer", "lm_head"])
+def test_an_adapter_that_changes_between_the_reads_is_found_out(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged weights are computed once: the tensors that they are made of are looked at before and after."""
+    model = lora(llama(), target_modules=["q_proj"])
+    name, param = next((name, param) for name, param in model.named_parameters() if part in name)
+    engine = MemoryEngine(saved(llama()))
+    before, second = engine.fingerprint(), copying.second
+    torn = iter([True])
+
+    def changed(*arguments: Any) -> Any:
+        if next(torn, False):
+            param.data.view(-1)[-1] += 1
+        return second(*arguments)
+
+    monkeypatch.setattr(copying, "second", changed)
+    with WeightSync(model, [engine]) as sync:
+        with pytest.raises(SourceError, match="changed its weights"):
+            sync.push("torn")
+        assert engine.fingerprint() == before, name
+        sync.push("b")
+    assert engine.fingerprint() == MemoryEngine(saved(copy.deepcopy(model).merge_and_unload())).fingerprint()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from instep.digest import digest
+from instep.digest import CHUNK, digest
 from instep.errors import SourceError, TransportError
 from instep.plan.buckets import ALIGN
 from instep.protocol import ITEM_BYTES, Location, Manifest, TensorMeta
@@ -58,7 +58,7 @@ VALUES = {
     "with an offset": torch.randn(12)[5:],
     "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     "needs gradients": torch.nn.Parameter(torch.randn(4)),
-    "more than one chunk": torch.randn(shm.CHUNK // 4 * 2 + 3),
+    "more than one chunk": torch.randn(CHUNK // 4 * 2 + 3),
     "not finite": torch.tensor([float("nan"), float("inf"), -0.0]),
 }
 
@@ -136,7 +136,7 @@ def test_nothing_is_written_any_more_after_a_failed_publish(transport: ShmTransp
         return submit(later)
 
     monkeypatch.setattr(transport.pool, "submit", slow)
-    large = ("a", torch.ones(shm.CHUNK))
+    large = ("a", torch.ones(CHUNK))
     with pytest.raises(SourceError):
         transport.publish(describe([large]), [large, B])
     assert not running

@@ -143,7 +143,7 @@ def weight_source(vllm: Any) -> Any:
 def test_vllms_trainer_engine_sends_whole_versions(
     monkeypatch: pytest.MonkeyPatch, segments: Path, version: tuple[int, int], client: Client
 ) -> None:
-    """Rank 0 talks to the engine; the others take part in gathering, once for each version."""
+    """Rank 0 talks to the engine; the others take part in gathering, for both reads of each version."""
     vllm = install(monkeypatch, version)
     from instep.engine.vllm_trainer import InstepTrainer, InstepTrainerInitInfo
 
@@ -160,7 +160,7 @@ def test_vllms_trainer_engine_sends_whole_versions(
         *[("init", {"timeout": 9}), ("start", None), ("update", label), ("finish", labels[0])],
         *[("start", None), ("update", "named"), ("finish", labels[1])],
     ]
-    assert [source.passes for source in sources] == [2, 2]
+    assert [source.passes for source in sources] == [4, 4]
     assert list(segments.iterdir()) == []
     with pytest.raises(ConfigError, match="WeightSource"):
         InstepTrainer.trainer_init(InstepTrainerInitInfo(rank=0), client=client, source=None)

@@ -16,6 +16,8 @@ from instep.forked import Own
 from instep.plan.routes import check_metadata
 from instep.protocol import Manifest, TensorMeta, dtype_name, encode
 from instep.source import open_source, unchanged
+from instep.source.guarded import Guarded
+from instep.transport import Placed, at_rest
 from instep.transport.shm import ShmTransport
 
 
@@ -61,16 +63,17 @@ class WeightPublisher:
         """
         check_version(version)
         self._own.check("WeightPublisher")
-        tensors = [self._sent(meta) for meta in self._source.metadata()]
+        source = Guarded(self._source)
+        tensors = [self._sent(meta) for meta in source.metadata()]
         check_metadata(tensors)
         if self._in_use:  # by an engine that has not finished: memory of its own for the next version
             self._transport.close()
             self._transport = ShmTransport()
         self._in_use = True
-        with unchanged(self._source):
-            published = self._transport.publish(tensors, self._source.tensors())
-        merged = bool(getattr(self._source, "merged", False))
-        manifest = Manifest(version, base, tensors, published.digests, published.location, merged)
+        with unchanged(source):
+            at_rest(source.device)
+            published = self._transport.publish(tensors, Placed(source.tensors, source.again, source.stays))
+        manifest = Manifest(version, base, tensors, published.digests, published.location, source.merged)
         return {"manifest": b64encode(encode(manifest)).decode()}
 
     def finished(self) -> None:

@@ -63,8 +63,9 @@ class InstepTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]
         version = version or f"{self.run}-{self.sent}"
         if not self.is_sender:
             self.source.metadata()
-            for _ in self.source:
-                pass
+            for _read in range(2):  # as the sender reads it: all ranks take part in gathering
+                for _ in self.source:
+                    pass
             return
         update_info = self.publisher.update_info(version)
         self.client.start_weight_update()

@@ -35,13 +35,25 @@ class Look(NamedTuple):
 
 @runtime_checkable
 class Source(Protocol):
-    """What a push needs to know of a trainer. It may have `look() -> Look` too, where that takes less than asking one by one."""
+    """What a push needs to know of a trainer.
+
+    A push calls `tensors` twice, and is refused where the second call gives other bytes than the first: so values are those of
+    one moment, whoever writes to them and however.
+
+    A source may have more, which is looked at where the same class has `tensors`:
+    `look() -> Look`, where that takes less than asking one by one.
+    `stays: bool`, whether no value is written to by the source itself while others are asked for. Where that is not said,
+    each value is copied before the next one is asked for.
+    `again() -> Iterator[tuple[str, torch.Tensor | None]]`, called instead of `tensors` the second time. None stands for a value of
+    which the source knows by itself that it is what it was; where it knows the opposite it raises `SourceError`. It may also give
+    aliases, which must be what they stand for.
+    """
 
     def metadata(self) -> list[TensorMeta]:
         """Names, dtypes and shapes of every tensor, aliases included, in an order that `tensors` keeps."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor that is not an alias, with its current values. None is written to before the iteration ends."""
+        """Every tensor that is not an alias, with its current values. Each call reads them anew."""
 
     def stamp(self) -> Hashable:
         """Changes whenever the values may have changed; compared before and after a copy."""
@@ -81,6 +93,21 @@ def device_of(source: Source) -> torch.device:
     return device if isinstance(device, torch.device) else next((value.device for _, value in source.tensors()), torch.device("cpu"))
 
 
+def own(source: object, name: str) -> Any:
+    """What a source has under this name, if whoever wrote its `tensors` gave it that too; None for what is inherited beside it."""
+    if "tensors" in getattr(source, "__dict__", {}):
+        return None
+    writer = next((kind for kind in type(source).__mro__ if "tensors" in vars(kind)), object)
+    return getattr(source, name) if name in vars(writer) else None
+
+
+def again(source: Source) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The second read of a source, after a whole first one."""
+    read = own(source, "again") or source.tensors
+    found: Iterator[tuple[str, torch.Tensor | None]] = read()
+    return found
+
+
 class Stamped(Protocol):
     def stamp(self) -> Hashable: ...
 
@@ -96,7 +123,4 @@ def unchanged(source: Stamped) -> Iterator[Hashable]:
 def check_unchanged(source: Stamped, before: Hashable) -> None:
     """before: its stamp when the copy began. Raises as `unchanged` does."""
     if source.stamp() != before:
-        raise SourceError(
-            "the trainer changed its weights while they were copied; no engine was touched",
-            next_step="push between optimizer steps, from the thread that steps",
-        )
+        raise SourceError.changed()

@@ -26,6 +26,8 @@ class CheckpointSource:
     file or safetensors is not installed, `SourceError` for a missing or unreadable shard and for a name that two shards hold.
     """
 
+    stays = True
+
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         try:

@@ -8,7 +8,7 @@ import torch
 
 from instep.errors import SourceError
 from instep.protocol import TensorMeta
-from instep.source import Source, device_of
+from instep.source import Source, again, device_of, own
 
 
 class CurrentSource:
@@ -21,6 +21,13 @@ class CurrentSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._now().tensors()
+
+    def again(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return again(self._now())
+
+    @property
+    def stays(self) -> bool:
+        return bool(own(self._now(), "stays"))
 
     def stamp(self) -> Hashable:
         return id(self.source), self._now().stamp()

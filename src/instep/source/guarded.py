@@ -9,7 +9,7 @@ import torch
 
 from instep.errors import InstepError, SourceError
 from instep.protocol import TensorMeta
-from instep.source import Look, Source, device_of
+from instep.source import Look, Source, again, device_of, own
 
 
 class Guarded:
@@ -25,6 +25,15 @@ class Guarded:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._calling("tensors"):
             yield from self.source.tensors()
+
+    def again(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        with self._calling("tensors"):
+            yield from again(self.source)
+
+    @property
+    def stays(self) -> bool:
+        with self._calling("stays"):
+            return bool(own(self.source, "stays"))
 
     def stamp(self) -> Hashable:
         with self._calling("stamp"):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,21 +15,26 @@ from torch import nn
 from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta, dtype_name
 from instep.source import Look
-from instep.source.bare import bare, merge, owner, unwrap
-from instep.source.layout import Saved, convert, layout
-from instep.source.live import Live
-from instep.source.names import canonical, canonical_names
-from instep.source.tensors import check, identity, versions
+from instep.source.bare import unwrap
+from instep.source.snapshot import Snapshot, Values, read, take
+from instep.source.tensors import check, checksums, identity, versions
+
+ITEMS = (dict.items, OrderedDict.items)
 
 
 class MappingSource:
     """A mapping of checkpoint names to tensors, read anew at each call. Names and order are the mapping's own.
+
+    A dict holds all its values at once, so two that lie in the same memory are tied. Another mapping may make a value when it is
+    asked for, in memory that it uses for the next one too: there two are taken to be tied if the bytes agree as well, and both reads
+    of a push compare them.
 
     Raises `ConfigError` for names that are no strings and values that are no tensors, `SourceError` for tensors that cannot travel.
     """
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self._mapping = mapping
+        self._read: list[TensorMeta] = []
         self.metadata()
 
     def metadata(self) -> list[TensorMeta]:
@@ -39,20 +43,44 @@ class MappingSource:
         for name, tensor in self._items():
             check(name, tensor)
             original = first.setdefault(identity(tensor), name)
+            if original != name and not self.stays and not self._tied(original, name):
+                original = name
             metas.append(TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), None if original == name else original))
+        self._read = metas
         return metas
 
+    @property
+    def stays(self) -> bool:
+        """Whether the mapping is a dict that nothing computes on access."""
+        kind = type(self._mapping)
+        return isinstance(self._mapping, dict) and kind.__getitem__ is dict.__getitem__ and kind.items in ITEMS
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for meta in self.metadata():
+        for meta in self.metadata() if self.stays else self._read:
             if meta.alias_of is None:
                 yield meta.name, self._mapping[meta.name].detach()
 
+    def again(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta in self._read:
+            if meta.alias_of is None or not self.stays:
+                yield meta.name, self._mapping[meta.name].detach()
+
     def stamp(self) -> Hashable:
+        """Of values that may be made on access it knows nothing."""
+        if not self.stays:
+            return tuple(self._mapping)
         tensors = dict(self._items())
         return tuple(tensors), tuple(map(identity, tensors.values())), versions(tensors.values())
 
     def score(self, token_ids: list[int]) -> list[float] | None:  # noqa: ARG002
         return None
+
+    def _tied(self, original: str, name: str) -> bool:
+        """Whether two values lie in the same memory while both are held, with the same bytes before and after the second is asked for."""
+        one = self._mapping[original]
+        (before,) = checksums([one])
+        other = self._mapping[name]
+        return identity(one) == identity(other) and checksums([other]) == [before]
 
     def _items(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._mapping.items():
@@ -61,26 +89,6 @@ class MappingSource:
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigError(f"{name} is a {type(tensor).__name__}, not a tensor", tensor=name, next_step="push the state dict alone")
             yield name, tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """A module's structure at one moment: valid as long as `live` stays as it is."""
-
-    live: Live
-    module: nn.Module
-    state: dict[str, torch.Tensor]
-    adapters: dict[str, tuple[str, Any]]
-    """Names in `state` that an adapter changes, each with its layer's path and the layer."""
-    metadata: list[TensorMeta]
-    groups: list[tuple[tuple[str, ...], list[Saved]]]
-    """Checkpoint tensors that are no aliases, by the live tensors that they are made of."""
-    makes: bool = False
-    """Whether some of them are not in the module's memory as they are saved."""
-
-    def is_one(self, parts: tuple[str, ...], group: list[Saved]) -> bool:
-        """Whether a group is one live tensor as it is."""
-        return len(group) == 1 and group[0].whole and parts[0] not in self.adapters
 
 
 class ModuleSource:
@@ -94,9 +102,12 @@ class ModuleSource:
     tensors, placeholders, two tensors of one name.
     """
 
+    stays = True
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._snapshot: _Snapshot | None = None
+        self._snapshot: Snapshot | None = None
+        self._made_of: list[int] = []  # checksums, when `tensors` began
 
     def metadata(self) -> list[TensorMeta]:
         """The same list for as long as the structure does not change."""
@@ -105,15 +116,28 @@ class ModuleSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Of the structure that `metadata` or `stamp` saw last."""
         snapshot = self._snapshot or self._current()
-        values = _Values(snapshot)
-        for parts, group in snapshot.groups:
-            if snapshot.is_one(parts, group):
-                yield group[0].meta.name, snapshot.state[parts[0]].detach()
+        values = Values(snapshot)
+        self._made_of = checksums(snapshot.of_made)
+        for group in snapshot.groups:
+            if snapshot.is_made(group):
+                parts, saved = group
+                yield from read(snapshot.module, {name: values[name] for name in parts}, saved)
             else:
-                yield from read(snapshot.module, {name: values[name] for name in parts}, group)
+                yield from snapshot.views(group)
+
+    def again(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Nothing is computed a second time: what it was computed of is the same before and after."""
+        snapshot = self._snapshot or self._current()
+        if checksums(snapshot.of_made) != self._made_of:
+            raise SourceError.changed()
+        for group in snapshot.groups:
+            if snapshot.is_made(group):
+                yield from ((one.meta.name, None) for one in group[1])
+            else:
+                yield from snapshot.views(group)
 
     def stamp(self) -> Hashable:
-        """Does not see changes made through `tensor.data`, which PyTorch does not count."""
+        """A cheap sign: changes that PyTorch does not count are not in it (`tensor.data`, fused optimizers, other libraries)."""
         return self.look().stamp
 
     def look(self) -> Look:
@@ -144,98 +168,13 @@ class ModuleSource:
         """Tell whether the values of this moment have an adapter merged into them."""
         return self._current().live.applies_adapters()
 
-    def _current(self) -> _Snapshot:
+    def _current(self) -> Snapshot:
         """The snapshot, taken anew after a change of structure. To look takes half a millisecond, a new one some hundred."""
         root = unwrap(self._module)
         if self._snapshot is None or not self._snapshot.live.holds(root):
             self._snapshot = None  # also where the new structure is refused
-            self._snapshot = _take(root)
+            self._snapshot = take(root)
         return self._snapshot
-
-
-def _take(root: nn.Module) -> _Snapshot:
-    live = Live(root)
-    for name, tensor in zip(live.names, live.tensors, strict=True):
-        check(canonical(name), tensor)
-    canonical_names(live.names)
-    module, state, adapters, saved = checkpoint(root, identity)
-    groups = groupby((one for one in saved if one.meta.alias_of is None), key=lambda one: one.parts)
-    snapshot = _Snapshot(live, module, state, adapters, [one.meta for one in saved], [(parts, list(group)) for parts, group in groups])
-    return replace(snapshot, makes=not all(snapshot.is_one(*group) for group in snapshot.groups))
-
-
-def checkpoint(
-    root: nn.Module, identity: Callable[[torch.Tensor], Hashable]
-) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, tuple[str, Any]], list[Saved]]:
-    """What `save_pretrained` would write of `root` without wrappers and adapters.
-
-    Returns the bare module, its state dict, the names in it that an adapter changes, each with its layer's path and the layer, and the
-    checkpoint tensors. identity: equal for tied tensors.
-    """
-    module, adapted = bare(root)
-    state: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            raise SourceError(f"{name} of the state dict is a {type(value).__name__}, not a tensor", tensor=name)
-    adapters: dict[str, tuple[str, Any]] = {}
-    for path, layer in adapted.items():
-        for name in state:
-            if name.startswith(f"{path}."):
-                adapters.setdefault(name, (path, layer))
-    same = {name: identity(tensor) for name, tensor in state.items()}
-    _check_ties(same, adapters)
-    return module, state, adapters, layout(module, state, same)
-
-
-def _check_ties(same: dict[str, Hashable], adapters: dict[str, tuple[str, Any]]) -> None:
-    """Raises `SourceError` where an adapter changes one of two tied tensors and not the other: merged weights cannot say what the
-    trainer computes."""
-    owners: dict[Hashable, tuple[str, int | None]] = {}
-    for name, value in same.items():
-        who = owner(adapters[name][1]) if name in adapters else None
-        first, other = owners.setdefault(value, (name, who))
-        if other != who:
-            raise SourceError(
-                f"{first} and {name} are tied, but their adapters differ: merged, both would change",
-                tensor=name,
-                next_step="train the tied weight with modules_to_save, or load the model with tie_word_embeddings=False",
-            )
-
-
-class _Values:
-    """Current values by name, adapters merged. Holds one merged layer at a time."""
-
-    def __init__(self, snapshot: _Snapshot) -> None:
-        self._snapshot = snapshot
-        self._path: str | None = None
-        self._merged: dict[str, torch.Tensor] = {}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        live = self._snapshot.state[name].detach()
-        if name not in self._snapshot.adapters:
-            return live
-        path, layer = self._snapshot.adapters[name]
-        if path != self._path:
-            self._merged = {}  # before the next layer is copied, not after
-            self._path, self._merged = path, merge(path, layer)
-        value = self._merged[name.removeprefix(f"{path}.")]
-        if (value.shape, value.dtype) != (live.shape, live.dtype):
-            raise SourceError(f"the merge of {name} changed it from {live.dtype} {live.shape} to {value.dtype} {value.shape}", tensor=name)
-        return value
-
-
-def read(module: nn.Module, parts: dict[str, torch.Tensor], group: list[Saved]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint tensors of `group`, made of the live tensors `parts`."""
-    if not all(saved.whole for saved in group):
-        parts = {name: part.contiguous() for name, part in parts.items()}
-    converted = convert(module, parts) if any(saved.view is None for saved in group) else {}
-    for saved in group:
-        if saved.view is not None:
-            yield saved.meta.name, saved.of(*parts.values())
-        elif saved.meta.name in converted:
-            yield saved.meta.name, converted[saved.meta.name]
-        else:
-            raise SourceError(f"{saved.meta.name} cannot be made of {', '.join(parts)} alone", tensor=saved.meta.name)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from instep.plan.shards import Piece, ordered_box, pieces
 from instep.protocol import TensorMeta, dtype_name
 from instep.source.bare import adapters, applies_adapters, merge
 from instep.source.layout import Saved
-from instep.source.module import checkpoint, read
 from instep.source.skeleton import Skeleton, structure
+from instep.source.snapshot import checkpoint, read
 from instep.source.tensors import versions
 
 Whole = Callable[[list[str]], dict[str, torch.Tensor]]

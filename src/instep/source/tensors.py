@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from instep.digest import as_bytes, partials
+from instep.digest_cuda import memory_sums
 from instep.errors import SourceError
 from instep.protocol import ITEM_BYTES, dtype_name
 
@@ -17,8 +19,19 @@ def identity(tensor: torch.Tensor) -> Hashable:
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """PyTorch's counters of in-place changes. Changes made through `tensor.data` do not count, and inference tensors have none."""
+    """PyTorch's counters of in-place changes. Inference tensors have none, and much does not count: what is written through
+    `tensor.data` or a numpy view, and fused optimizers."""
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """64 bits of the bytes of each tensor, whatever device it is on."""
+    found: dict[int, int] = {}
+    for device in {tensor.device for tensor in tensors}:
+        here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        some = [tensors[index] for index in here]
+        found.update(zip(here, memory_sums(some) if device.type == "cuda" else partials(list(map(as_bytes, some))), strict=True))
+    return [found[index] for index in range(len(tensors))]
 
 
 def check(name: str, tensor: torch.Tensor) -> None:

@@ -12,6 +12,11 @@ Broadcast: the trainer sends to all workers at once, bucket by bucket. For engin
 
     broadcast.py  NCCL or Gloo, over a private group of group.py; incoming.py is the workers' side
     auto.py       which one of all these, and why
+
+In all of them:
+
+    copying.py    a source copied into one run of bytes
+    again.py      the second read, which shows that what was sent is of one moment
 """
 
 from __future__ import annotations
@@ -43,15 +48,28 @@ class Published:
     """Where workers can read the sums by themselves: which ones (see `exposed.Exposed`)."""
 
 
+Read = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A source's tensors with their names, read anew by each iteration.
+    """A source's tensors with their names, read anew by each call.
 
+    read, again: the first read of a version and the second one, which shows that nothing has changed meanwhile; in that one None
+    stands for a value of which the source knows it by itself.
+    stays: whether a value is left alone by the source while others are asked for.
     place: one that is equal to that of an earlier version says that each tensor lies where it lay then. None where nobody knows.
     """
 
-    read: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    read: Read
+    again: Callable[[], Iterator[tuple[str, torch.Tensor | None]]]
+    stays: bool = False
     place: Hashable = None
+
+    @classmethod
+    def of(cls, values: Placed | Iterable[tuple[str, torch.Tensor]]) -> Placed:
+        """Of what can be iterated twice."""
+        return values if isinstance(values, Placed) else cls(values.__iter__, values.__iter__)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.read()
@@ -79,7 +97,10 @@ class Transport(Protocol):
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
         """Makes a version available, each value cast to the dtype of its `TensorMeta`. Aliases have no value of their own.
 
-        Raises `TransportError` where there is no room, `SourceError` where a value does not fit its description.
+        values: a `Placed`, or what can be iterated twice.
+
+        Raises `TransportError` where there is no room, `SourceError` where a value does not fit its description, and where the second
+        read of what is copied here gives other bytes than the first.
         """
 
     def serving(self, step: str) -> Any:

@@ -16,26 +16,25 @@ import stat
 import tempfile
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from instep.digest import BLOCK_BYTES, CHUNK, Bytes, all_sums, cores, digests, from_sums, non_finite
-from instep.errors import SourceError, TransportError
+from instep.digest import BLOCK_BYTES, Bytes, all_sums, cores, from_sums
+from instep.errors import TransportError
 from instep.forked import Own, close, keep
-from instep.plan.buckets import layout, padded
+from instep.plan.buckets import layout
 from instep.protocol import Identity, Location, Manifest, TensorMeta
-from instep.transport import Me, Published, Pull, elsewhere
+from instep.transport import Me, Placed, Published, Pull, elsewhere
+from instep.transport.copying import copied
 from instep.transport.mapped import Mapped
 from instep.transport.tally import Result
 
 NAME = re.compile(r"instep-[0-9a-f]{32}")
-BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
 
 
 def directory() -> Path:
@@ -92,44 +91,11 @@ class ShmTransport(Pull):
     def _brought(self, segment: Segment, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Result:
         """Fills a segment. Digests and names of tensors that are not finite are those of the copies: what a trainer does to its tensors
         afterwards cannot change what is sent."""
-        offsets, size = layout(tensors)
-        by_name = {meta.name: meta for meta in tensors if not meta.alias_of}
-        given = self._fill(segment, offsets, by_name, values)
-        if missing := by_name.keys() - given:
-            raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
-        own, data = list(by_name.values()), segment.view[:size]
-        return digests(data, own, offsets), tuple(non_finite(data, own, offsets))
+        return copied(segment.view, tensors, Placed.of(values), self.pool)
 
     def _take_back(self, segment: Segment) -> None:
         """One that was not filled."""
         self.free.append(segment)
-
-    def _fill(
-        self, segment: Segment, offsets: dict[str, int], by_name: dict[str, TensorMeta], values: Iterable[tuple[str, torch.Tensor]]
-    ) -> set[str]:
-        """Copies every value, and zeros up to the next tensor. Returns the names."""
-        given: set[str] = set()
-        backlog: deque[Future[None]] = deque()
-        try:
-            for name, value in values:
-                meta = by_name.get(name)
-                if meta is None or tuple(value.shape) != meta.shape:
-                    raise SourceError(f"the source gave {name} {list(value.shape)}, which is not what its metadata says", tensor=name)
-                if name in given:
-                    raise SourceError(f"the source gave {name} twice", tensor=name)
-                given.add(name)
-                room = segment.view[offsets[name] : offsets[name] + meta.nbytes]
-                segment.view[offsets[name] + meta.nbytes : offsets[name] + padded(meta.nbytes)] = 0
-                data = _place(value.detach(), room, meta)
-                if data is not None:
-                    backlog.extend(
-                        self.pool.submit(np.copyto, room[at : at + CHUNK], data[at : at + CHUNK]) for at in range(0, meta.nbytes, CHUNK)
-                    )
-                while len(backlog) > BACKLOG:
-                    backlog.popleft().result()
-        finally:
-            wait(backlog)  # also after an error: the next version may get the same memory
-        return given
 
     def _segment(self, size: int) -> Segment:
         for segment in self.free:
@@ -162,16 +128,6 @@ def _close(segments: dict[str, Segment], free: list[Segment], own: Own) -> None:
             segment.close()
         segments.clear()
         free.clear()
-
-
-def _place(value: torch.Tensor, room: Bytes, meta: TensorMeta) -> Bytes | None:
-    """The value's own bytes where they can be copied as they are. Else it is cast, gathered from strides or fetched from a device into
-    `room` in one pass, and nothing is left to copy."""
-    dtype = getattr(torch, meta.dtype)
-    if value.dtype == dtype and value.is_contiguous() and value.device.type == "cpu":
-        return value.reshape(-1).view(torch.uint8).numpy()
-    torch.from_numpy(room).view(dtype).view(meta.shape).copy_(value)
-    return None
 
 
 class Segment:

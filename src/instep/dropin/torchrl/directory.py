@@ -26,7 +26,9 @@ from instep.errors import ConfigError, SourceError, TransportError
 from instep.forked import close, keep
 from instep.plan.routes import check_metadata
 from instep.protocol import TensorMeta
-from instep.source import Source
+from instep.source import Source, again, unchanged
+from instep.transport import Placed
+from instep.transport.again import check
 
 NEWEST = "newest"
 
@@ -55,14 +57,14 @@ def write(directory: Path, source: Source, version: str) -> None:
 def _write(directory: Path, source: Source, version: str) -> None:
     from safetensors.torch import save_file
 
-    before = source.stamp()
-    metas = source.metadata()
-    check_metadata(metas)
-    own = {meta.name: meta for meta in metas if meta.alias_of is None}
-    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in source.tensors()}
-    if source.stamp() != before:
-        raise SourceError("the trainer changed its weights while they were copied; nothing was written")
-    header = Header(version, metas, {name: digest(copies[name], meta) for name, meta in own.items()})
+    with unchanged(source):
+        metas = source.metadata()
+        check_metadata(metas)
+        own = {meta.name: meta for meta in metas if meta.alias_of is None}
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in source.tensors()}
+        digests = {name: digest(copies[name], meta) for name, meta in own.items()}
+        check(metas, Placed(source.tensors, lambda: again(source)), digests)
+    header = Header(version, metas, digests)
     slot = 1 - (newest(directory) or 0)
     new = directory / f"buffer-{slot}.new"
     save_file(copies, new, {"instep": msgspec.json.encode(header).decode()})
