@@ -32,11 +32,12 @@ def free_port() -> int:
 
 
 def flags(**arguments: Any) -> list[str]:
-    """As vLLM's command line has them: `max_model_len=96` is `--max-model-len 96`."""
+    """As vLLM's command line has them: `max_model_len=96` is `--max-model-len 96`. False leaves a flag out."""
     found = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
-        found += [flag] if value is True else [flag, str(value)]
+        if value is not False:
+            found += [flag] if value is True else [flag, str(value)]
     return found
 
 
@@ -108,19 +109,25 @@ class Server:
         return found
 
     def generate(self, prompt: list[int], max_tokens: int = 12, seconds: float = 120.0) -> dict[str, Any]:
-        """Greedy: `token_ids`, `logprobs` and `versions`. Raises `HTTPError` where the server refuses."""
+        """Greedy: `token_ids`, `logprobs`, `versions`, and `told`, the first and last in the headers.
+
+        Raises `HTTPError` where the server refuses.
+        """
         sampling = {"max_tokens": max_tokens, "temperature": 0.0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
         body = json.dumps({"model": str(self.model), "token_ids": prompt, "sampling_params": sampling}).encode()
         call = urllib.request.Request(self.url + "/inference/v1/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(call, timeout=seconds) as answer:
             choice = json.loads(answer.read())["choices"][0]
-        spans = [span["version"] for span in choice["weight_versions"] or ()]
+            told = [answer.headers[f"x-instep-version-{which}"] for which in ("first", "last")]
+        spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         return {
             "prompt": prompt,
             "token_ids": choice["token_ids"],
             "logprobs": logprobs,
-            "versions": spans,
+            "versions": [version for version, *_ in spans],
+            "spans": spans,
+            "told": told,
             "finish": choice["finish_reason"],
         }
 

@@ -30,6 +30,21 @@ def tiny(family: str, seed: int, **changes: int) -> Any:
     return AutoModelForCausalLM.from_config(configs[family](), dtype=torch.bfloat16)
 
 
+def add_tokenizer(folder: Path) -> Path:
+    """Gives a model's directory words for its tokens, "t7" for 7, and chats that are all that was said."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"t{token}": token for token in range(150)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t149")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def serves(server: Server, model: Any, version: str) -> None:
     """It answers with this version alone, and the trainer's forward agrees with what it says."""
     for answer in map(server.generate, PROMPTS):
         assert answer["versions"] == [version]
+        assert answer["told"] == [version, version]
         assert gap(answer, model) < CLOSE
     status = server.status()
     assert (status["state"], status["versions"], status["paused"], status["refuses"]) == ("serving", [version], False, None)
@@ -220,6 +222,7 @@ def test_sixty_four_completions_at_once_while_fifty_versions_arrive(server: Serv
         numbers = [order[version] for version in answer["versions"]]
         assert (answer["finish"], len(answer["token_ids"])) == ("length", 40)
         assert numbers == sorted(set(numbers))
+        assert answer["told"] == [answer["versions"][0], answer["versions"][-1]]
     assert any(len(answer["versions"]) > 1 for answer in answers)
     assert server.status()["versions"] == ["many-50"]
 
@@ -259,8 +262,17 @@ def test_the_token_is_nowhere_to_be_seen(server: Server) -> None:
     for path in ("hello", "status", "prepare", "anything"):
         assert server.get(f"/instep/v1/{path}")[0] == 401
     log = server.log.read_text(errors="replace")
-    assert "POST /instep/v1/commit" in log
+    assert "POST /instep/v1/hello" in log
     assert TOKEN not in log
+
+
+def test_the_log_has_a_line_for_a_push_and_none_for_its_requests(server: Server, sync: WeightSync, model: Any) -> None:
+    become(model, 3)
+    before = len(server.log.read_text(errors="replace"))
+    sync.push("logged")
+    added = server.log.read_text(errors="replace")[before:]
+    assert re.search(r"vllm serves logged \(after \d+\.\d\d s\), pushed by trainer [0-9a-f]{8} at 127\.0\.0\.1\n", added)
+    assert "/instep/v1/" not in added
 
 
 def test_nobody_needs_a_development_flag(server: Server) -> None:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from typing import Annotated, Any, get_args
 
 import msgspec
 
 from instep.engine import Engine
+from instep.engine.answers import told
+from instep.engine.asgi import App, Receive, Scope, Send
 from instep.engine.http_answer import dirty_reason, status_of
 from instep.engine.http_once import Once, Stale
 from instep.engine.http_token import refusal
@@ -40,11 +42,6 @@ from instep.protocol import (
     encode,
 )
 from instep.readback import DigestRequest
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PREFIX = "/instep/v1"
 MSGPACK = b"application/msgpack"
@@ -90,6 +87,8 @@ class Served:
         """Why it is not ready yet."""
         self.closed: str | None = None
         """Why it takes no control requests at all."""
+        self.tells = False
+        """Whether the engine notes which versions make an answer (see `answers.py`)."""
 
     @property
     def refusal(self) -> str | None:
@@ -146,6 +145,8 @@ class Control:
         asked = path in HEALTH or scope["type"] == "websocket" or scope["method"] == "POST"
         if asked and (reason := served.refusal) is not None:
             return await _unavailable(reason, scope, receive, send)
+        if served.tells and scope["type"] == "http" and scope["method"] == "POST":
+            return await told(self.app, scope, receive, send)
         return await self.app(scope, receive, send)
 
     async def _control(self, served: Served, route: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,7 +160,7 @@ class Control:
             if scope["method"] != "POST":
                 raise Refused(405, f"{scope['method']} {route}: control requests are POST", allow="POST")
             call = await _read(route, headers, receive)
-            task = self._run(served, route, call)
+            task = self._run(served, route, call, scope)
             answer = await _watched(served, call, task, receive)
             await _send(send, status_of(answer), MSGPACK, answer)
         except Refused as refused:
@@ -168,11 +169,14 @@ class Control:
             text = str(error.args[0]) if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
             await _send(send, 503, b"application/json", _json({"error": text}))
 
-    def _run(self, served: Served, route: str, call: Call) -> asyncio.Task[bytes]:
+    def _run(self, served: Served, route: str, call: Call, scope: Scope) -> asyncio.Task[bytes]:
+        host, _ = scope.get("client") or ("", 0)  # there is none behind a Unix socket
+
+        def action() -> Coroutine[Any, Any, bytes]:
+            return _answered(served, route, call, f"trainer {call.client[:8]}" + f" at {host}" * bool(host))
+
         try:
-            task: asyncio.Task[bytes] = served.once.run(
-                call.client, call.number, route, again=call.again, action=lambda: _answered(served, route, call)
-            )
+            task: asyncio.Task[bytes] = served.once.run(call.client, call.number, route, again=call.again, action=action)
         except Stale as stale:
             raise Refused(409, str(stale)) from None
         return task
@@ -218,10 +222,10 @@ def _well_formed(data: bytes | msgspec.Raw, kind: Any) -> Any:
         raise Refused(400, f"the body is not well formed: {type(error).__name__}: {error}") from None
 
 
-async def _answered(served: Served, route: str, call: Call) -> bytes:
+async def _answered(served: Served, route: str, call: Call, by: str) -> bytes:
     answer = await served.answer(route, call.payload)
     if route == "prepare" and decode(call.payload, Request).session == served.endpoint.session:
-        served.trainer = call.client
+        served.trainer, served.seen.by = call.client, by
     return answer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,8 @@ from instep.engine import CachePolicy, Engine
 from instep.errors import EngineLost
 from instep.metrics import Lag, Metrics
 from instep.protocol import Arrival, Method, PrepareRequest, Reply, Request, decode
+
+logger = logging.getLogger("instep")
 
 STEPS = ("prepare", "ready", "commit")
 
@@ -42,6 +45,10 @@ class Observed:
         self.lag = Lag()
         self.underway: Underway | None = None
         self.paused: float | None = None  # since when
+        self.labelled: str | None = None
+        """The version that it will serve when it goes on."""
+        self.by = ""
+        """Who brings versions, for the log."""
 
     @property
     def name(self) -> str:
@@ -70,13 +77,20 @@ class Observed:
 
     async def resume(self) -> None:
         await self.engine.resume()
+        took = ""
         if self.paused is not None:
             self.last_pause, self.paused = time.perf_counter() - self.paused, None
+            took = f" (after {self.last_pause:.2f} s)"
             if self.metrics:
                 self.metrics.pause.labels(self.name).observe(self.last_pause)
+        if self.labelled is not None:
+            pushed = f", pushed by {self.by}" if self.by else ""
+            logger.info("%s serves %s%s%s", self.name, self.labelled, took, pushed)
+            self.labelled = None
 
     async def label(self, version: str) -> None:
         await self.engine.label(version)
+        self.labelled = version
         self.lag.serve(version)
         self._show_lag()
         push = self.underway

@@ -11,9 +11,12 @@ import logging
 from argparse import Namespace
 from typing import Any
 
-from instep.engine.http_control import App, Control, Receive, Scope, Send, Served
+from instep.engine import server_log
+from instep.engine.asgi import App, Receive, Scope, Send
+from instep.engine.http_control import PREFIX, Control, Served
 from instep.engine.http_token import is_loopback, token_of
 from instep.engine.vllm import AsyncVllmEngine, reaches_workers
+from instep.engine.vllm_answers import note_versions
 from instep.errors import ConfigError
 from instep.metrics import metrics
 
@@ -60,7 +63,9 @@ def served_of(scope: Scope) -> Served | None:
 
 
 def _served(llm: Any, args: Namespace) -> Served:
+    server_log.begin(PREFIX)
     served = Served(AsyncVllmEngine(llm), None, metrics=metrics())
+    served.tells = note_versions(llm)
     try:
         served.token = token_of()
         served.closed = _against(llm, args, served.token)
