@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine import rpc
+from instep.engine import fleet, rpc
 from instep.engine.rpc import GONE, Endpoint, LocalRpc, Outcome, RemoteEngine
 from instep.errors import EngineDirty, EngineLost, EngineTimeout, SyncError, VersionConflict
 from instep.protocol import decode, encode
@@ -93,14 +94,14 @@ def test_it_goes_on_with_one_whole_version_under_its_label(clock: Clock, point: 
     except SyncError:
         assert (point, after) != ("refuse", True)
     left_paused = point in ("commit", "label") or (point, after) in (("pause", True), ("resume", False))
+    prepared = point == "ready" or (point, after) in (("prepare", True), ("pause", False))
     assert engine.paused == left_paused
-    assert clock.expire() == [1000] * left_paused
+    assert clock.expire() == [1000] * (left_paused or prepared)
     committed = point in ("label", "resume", "refuse") or (point, after) == ("commit", True)
     assert (engine.paused, engine.version) == (False, "v1" if committed else None)
     assert endpoint.version == engine.version
     assert HOLDS[engine.fingerprint()] == ("new" if committed else "old")
     assert engine.generate([1, 2], 3)
-    engine.receivers[0].lease.end()  # what the dead trainer had prepared stays its own until its lease ends: minutes
     with WeightSync(LATER, [RemoteEngine(LocalRpc(Endpoint(engine).answer))]) as another:
         another.push("v2")
     assert (HOLDS[engine.fingerprint()], engine.version) == ("later", "v2")
@@ -210,6 +211,28 @@ def test_another_trainer_that_is_refused_does_not_keep_the_dead_ones_time_from_p
         assert not engine.paused
         another.push("v2")
     assert (HOLDS[engine.fingerprint()], engine.version) == ("later", "v2")
+
+
+class Slow(MemoryEngine):
+    """Prepares a version when another engine has heard of their trainer three times."""
+
+    other: MemoryEngine
+
+    async def call(self, method: Any, payload: bytes) -> list[bytes]:
+        if method == "prepare":
+            while self.other.calls.count("status") < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        return await super().call(method, payload)
+
+
+def test_an_engine_that_waits_for_a_slower_one_hears_that_its_trainer_lives(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "OFTEN", 10_000)
+    slow, quick = Slow(OLD, name="slow"), MemoryEngine(OLD, name="quick")
+    slow.other = quick
+    endpoint = Endpoint(quick, timeout=1000)
+    with WeightSync(NEW, [slow, RemoteEngine(LocalRpc(endpoint.answer))]) as sync:
+        assert len(sync.push("v1").engines) == 2
+    assert (clock.running, quick.calls.count("hello")) == ([], 1)
 
 
 @pytest.mark.parametrize("point", ["resume", "refuse"])

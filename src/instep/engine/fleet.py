@@ -15,6 +15,7 @@ from instep.protocol import AdapterConfig
 
 T = TypeVar("T")
 HURRY = 1.0  # seconds for an engine that has let a deadline pass already
+OFTEN = 4  # times in the seconds after which silence is taken for death
 
 
 class Fleet:
@@ -23,6 +24,7 @@ class Fleet:
     def __init__(self, engines: Sequence[Engine], session: str, timeout: float, adapter: AdapterConfig | None = None) -> None:
         self.session, self.timeout, self.adapter = session, timeout, adapter
         self.members = [Member(engine, session, timeout, adapter) for engine in engines]
+        self.showing: set[asyncio.Task[None]] = set()
         self._tell_apart()
 
     def _tell_apart(self) -> None:
@@ -43,8 +45,27 @@ class Fleet:
         self._tell_apart()
 
     async def each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]]) -> dict[str, T]:
-        """The results by engine name. A member that fails keeps its error in `failure`."""
+        """The results by engine name. A member that fails keeps its error in `failure`.
 
+        Those that are done before others are shown that their trainer lives.
+        """
+        waiting: list[Member] = []
+        showing = asyncio.create_task(self._show(waiting))
+        try:
+            return await self._each(members, action, waiting)
+        finally:
+            showing.cancel()
+
+    async def _show(self, waiting: Sequence[Member]) -> None:
+        """Asks members for something without consequences, so that they hear of their trainer."""
+        while True:
+            await asyncio.sleep(self.timeout / OFTEN)
+            for member in waiting:
+                task = asyncio.create_task(member.alive())  # one that is cut short would look like a death
+                self.showing.add(task)
+                task.add_done_callback(self.showing.discard)
+
+    async def _each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]], done: list[Member]) -> dict[str, T]:
         async def one(member: Member) -> T | None:
             try:
                 result = await action(member)
@@ -52,6 +73,7 @@ class Fleet:
                 member.failure = error
                 return None
             member.failure = None
+            done.append(member)
             return result
 
         results = await asyncio.gather(*(one(member) for member in members))

@@ -197,6 +197,12 @@ class Member(Known):
         with suppress(InstepError):
             await self.bounded("abort", self.engine.call("abort", self._request(None)))
 
+    async def alive(self) -> None:
+        """Shows the engine that its trainer lives. Whether it answers is no news here."""
+        with suppress(Exception):
+            async with asyncio.timeout(self.timeout):
+                await self.engine.call("status", self._request(None))
+
     async def commit(self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests) -> EngineReceipt:
         """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses to generate.
 

@@ -142,8 +142,9 @@ ARGUMENTS: dict[str, Any] = {
 class Endpoint:
     """An engine as trainers in other processes reach it.
 
-    timeout: the trainer's, in seconds. A request that takes longer is given up. An engine that is paused and then left alone for that long
-        is taken back: it goes on with whatever whole version it holds, or refuses to generate if it holds none.
+    timeout: the trainer's, in seconds. A request that takes longer is given up. An engine that is left alone for that long in the middle
+        of a push is taken back: where it is paused it goes on with whatever whole version it holds, or refuses to generate if it holds
+        none. Other trainers may push then.
 
     A trainer that has prepared a version is the one whose silence counts, until it ends its push or goes away. Another one, which the
     workers refuse meanwhile, changes nothing here.
@@ -234,7 +235,7 @@ class Endpoint:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-        left = self.paused or (self.deserted and self.session is not None)
+        left = self.paused or self.session is not None
         if left and not self.running:
             self.timer = threading.Timer(0 if self.deserted else self.timeout, self._take_back)
             self.timer.daemon = True
