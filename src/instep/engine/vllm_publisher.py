@@ -71,7 +71,8 @@ class WeightPublisher:
             self._transport = ShmTransport()
         self._in_use = True
         with unchanged(source):
-            at_rest(source.device)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                at_rest(torch.device("cuda"))
             published = self._transport.publish(tensors, Placed(source.tensors, source.again, source.stays))
         manifest = Manifest(version, base, tensors, published.digests, published.location, source.merged)
         return {"manifest": b64encode(encode(manifest)).decode()}
