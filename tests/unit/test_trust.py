@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -14,7 +15,14 @@ from toys import attention
 from instep import MemoryEngine, WeightSync
 from instep.engine import CachePolicy
 from instep.engine.at_once import add_up, step_by_step
-from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineLost, VersionConflict
+from instep.errors import (
+    ApplyError,
+    DigestMismatch,
+    EngineBusy,
+    EngineDirty,
+    EngineLost,
+    VersionConflict,
+)
 from instep.plan.buckets import ALIGN
 from instep.protocol import WorkerReceipt
 from instep.receiver.arrival import Proof, Pulled
@@ -209,6 +217,21 @@ def test_an_engine_alone_that_another_trainer_has_pushed_to_goes_on_with_that(al
         sync.push("two")
     assert (engine.version, engine.paused, same(engine, TWO)) == ("others", False, True)
     assert engine.generate([1], 1)
+
+
+def test_an_engine_alone_that_another_trainer_pushes_to_is_not_touched(alone: Any) -> None:
+    """Whoever pushes has paused it, or will: it must not be resumed in the middle of that."""
+    sync, engine, source = alone
+    engine.receivers[-1].lease.take(time.monotonic(), "another", "theirs", 60)
+    fill(source, TWO)
+    with pytest.raises(EngineBusy, match="another trainer is pushing 'theirs' to this engine"):
+        sync.push("two")
+    assert engine.calls[:3] == ["at once", "reserve", "abort"]
+    assert {"pause", "commit", "label", "resume"}.isdisjoint(engine.calls)
+    assert [receiver.lease.session for receiver in engine.receivers[:-1]] == [None] * (len(engine.hosts) - 1)
+    engine.receivers[-1].lease.end()
+    sync.push("three")
+    assert (engine.version, engine.paused, same(engine, TWO)) == ("three", False, True)
 
 
 def test_an_engine_alone_that_does_not_serve_the_base_keeps_what_it_serves(alone: Any) -> None:

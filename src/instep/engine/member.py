@@ -223,8 +223,11 @@ class Member(Known):
             if request.hold and not on:
                 await self._let_go()
         except InstepError as error:
-            if isinstance(error, EngineBusy):  # nothing was done: whoever pushes has paused it, or will
+            if isinstance(error, EngineBusy) and self.serving == "old":
+                # Nothing was done: whoever pushes has paused it, or will.
                 self.condemned = before
+                self.holding.discard(manifest.location.address)
+                await self._let_go()
             else:
                 await self._after_failed_commit(manifest, error, hold=request.hold)
             if isinstance(error, SyncError):

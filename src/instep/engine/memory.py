@@ -61,7 +61,7 @@ class MemoryEngine:
         # Workers run side by side, as processes do, and each takes one call after the other.
         self.threads = [ThreadPoolExecutor(max_workers=1) for _ in range(tp)]
         self.version: str | None = None
-        self.gate = Gate()
+        self._gate = Gate()
         self.dead = False
         self.prefix_cache: dict[tuple[int, ...], int] = {}
         self.faults: dict[str, Kind] = {}
@@ -69,12 +69,12 @@ class MemoryEngine:
 
     @property
     def paused(self) -> bool:
-        return self.gate.paused
+        return self._gate.paused
 
     @property
     def refusal(self) -> str | None:
         """Why it does not generate."""
-        return self.gate.refusal
+        return self._gate.refusal
 
     def inject(self, point: Point, kind: Kind = "error", *, tensor: int = 0) -> None:
         """The next call that reaches `point` fails, hangs until its deadline, or takes the process down.
@@ -102,7 +102,7 @@ class MemoryEngine:
         Waits while it is paused, as an engine holds its requests back. Raises `EngineDirty` while a push has left it with parts of two
         versions, `RuntimeError` where nobody has it go on within 60 s.
         """
-        with self.gate.passing(self.name, HELD):
+        with self._gate.passing(self.name, HELD):
             weights = self.prefix_cache.setdefault((-adapter, *prompt) if adapter else tuple(prompt), self.fingerprint(adapter))
         state = mix(np.array([weights], np.uint64) + np.uint64(hash(tuple(prompt)) & MASK))
         tokens = []
@@ -123,18 +123,18 @@ class MemoryEngine:
         return list(await asyncio.gather(*calls))
 
     def _handle(self, receiver: Receiver, method: Method, payload: bytes) -> bytes:
-        with self.gate.changing() if method in CHANGING else nullcontext():
+        with self._gate.changing() if method in CHANGING else nullcontext():
             return receiver.handle(method, payload)
 
     async def pause(self, caches: CachePolicy) -> None:
         await self._point("pause")
-        await self.gate.pause()
+        await self._gate.pause()
         if caches == "reset":
             self.prefix_cache.clear()
 
     async def resume(self) -> None:
         await self._point("resume")
-        self.gate.resume()
+        self._gate.resume()
 
     async def label(self, version: str) -> None:
         await self._point("label")
@@ -145,7 +145,7 @@ class MemoryEngine:
         return [-(1 + (self.fingerprint() >> shift % 48) % 1000 / 1000) for shift in token_ids[1:]]
 
     async def refuse(self, reason: str | None) -> None:
-        self.gate.refuse(reason)
+        self._gate.refuse(reason)
 
     async def _point(self, point: str) -> None:
         self.calls.append(point)
