@@ -216,6 +216,18 @@ def test_a_trainer_that_is_killed_within_a_push(server: Process, point: str) -> 
     assert server.serves() == {"version": f"after-{point}", "fingerprint": SEED[3], "paused": False}
 
 
+def test_a_trainer_that_dies_between_two_requests_keeps_nobody_away(server: Process) -> None:
+    """No connection breaks within a request: its silence tells."""
+    push(server, 1, "k1")
+    dies = "import os; from instep.steps import Push; Push.commit = lambda *_: os._exit(9)\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE)])}
+    trainer = [sys.executable, "-c", TRAINER.replace("sync.push", dies + "sync.push"), server.url, TOKEN]
+    assert subprocess.run(trainer, env=environment, timeout=60, stdout=subprocess.DEVNULL).returncode == 9
+    server.until(lambda: [worker["prepared"] for worker in server.status()["workers"]] == [None], 15)
+    push(server, 3, "k2", timeout=10)
+    assert server.serves() == {"version": "k2", "fingerprint": SEED[3], "paused": False}
+
+
 def test_a_trainer_without_room_in_shared_memory_says_so(server: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     push(server, 1, "h1")
 
