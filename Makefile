@@ -5,16 +5,32 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13 python3
 	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: demo test check bench bench-sharded benchmarks docs lint setup-demo setup-test clean
+.PHONY: help demo check-demo test check package bench bench-sharded benchmarks constraints docs lint \
+	setup-demo setup-test clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: setup-demo  ## a small language model learns while a live engine follows it
 	$(BIN)/instep demo
+
+check-demo: setup-demo  ## whether the demo's results are what they must be
+	$(BIN)/python scripts/check_demo.py
 
 test: lint  ## everything, with a real vLLM
 	$(BIN)/pytest
 
 check: lint  ## lint, types and unit tests (layers among them), in a few minutes
 	$(BIN)/pytest tests/unit
+
+package: setup-test  ## sdist and wheel, checked, and the wheel tried without vLLM
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python scripts/check_wheel.py dist
+
+constraints: setup-test  ## constraints.txt anew, from the versions in .venv
+	$(BIN)/python scripts/constraints.py
 
 bench: setup-test  ## push, and compare with what one would do instead and with what the machine can do
 	$(BIN)/instep bench --out bench/results
@@ -30,7 +46,7 @@ benchmarks: setup-test  ## docs/benchmarks.md and its picture, from the results 
 docs: setup-test  ## the documentation as a site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lint: setup-test
+lint: setup-test  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -39,5 +55,5 @@ setup-demo setup-test: setup-%:
 	@"$(PYTHON)" -c '$(SUITABLE)' || { echo "instep needs Python 3.11 or newer with its venv module: make PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" scripts/setup.py $*
 
-clean:
-	rm -rf .venv build dist demo-results bench-results .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+clean:  ## remove what these commands made, .venv included
+	rm -rf .venv .cache build dist demo-results bench-results .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

