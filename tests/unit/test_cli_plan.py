@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,15 @@ from toys import checkpoint
 from instep import MemoryEngine, WeightSync, cli
 from instep.bench.report import time
 from instep.cli import plan as command
+from instep.cli import plan_memory
 from instep.cli.layer_rows import Row, alike, rows, tables, together
+from instep.cli.memory import Free
+from instep.errors import ConfigError
 
 LAYERS = "model.layers.0..2"
+GB = 10**9
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 def planned(tp: int = 1, **arguments: Any) -> dict[str, Row]:
@@ -74,9 +82,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     @contextmanager
     def running(*_: object) -> Iterator[MemoryEngine]:
+        print("STARTED", file=sys.stderr)
         yield MemoryEngine(checkpoint(0))
 
     monkeypatch.setattr(command, "running", running)
+    monkeypatch.setattr(command, "check_vllm", lambda: None)
     save_file(checkpoint(1), tmp_path / "model.safetensors")
     return tmp_path
 
@@ -118,6 +128,63 @@ def test_a_trainer_that_does_not_fit_ends_with_1_and_the_reason(
     assert (ended.value.code, output.out) == (1, "")
     assert "PlanError" in output.err
     assert "model.layers.0.self_attn.qkv_proj.weight" in output.err
+
+
+def test_what_it_starts_and_takes_is_said_before_it_starts(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_memory, "free", lambda: Free(64 * GB, "the machine's memory"))
+    code, out, err = run("plan", folder, "--json")
+    assert (code, json.loads(out)["tensors"]) == (0, len(checkpoint(1)))
+    before = err.partition("STARTED")[0]
+    assert f"plan starts a real vLLM on the CPU, with random weights of {folder} (0.0 GB), and a trainer" in before
+    assert "it needs about " in before
+    assert "; 64.0 GB are free" in before
+
+
+def test_too_little_memory_is_refused_with_both_numbers_before_any_is_taken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel would kill it without a word."""
+    devices = []
+    made = command.trainer
+
+    def trainer(folder: Path, device: str) -> Any:
+        devices.append(device)
+        return made(folder, device)
+
+    monkeypatch.setattr(command, "trainer", trainer)
+    monkeypatch.setattr(command, "check_vllm", lambda: None)
+    monkeypatch.setattr(command, "running", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(plan_memory, "free", lambda: Free(21 * GB, "the limit of 24.0 GB of the control group /pod"))
+    code, out, err = run("plan", "--shapes", "qwen3-8b")
+    assert (code, out) == (1, "")
+    need = plan_memory.COPIES * 16.38 * GB + plan_memory.KV_CACHE + plan_memory.WORKER + plan_memory.PROCESSES
+    assert f"it needs about {need / GB:.1f} GB of memory" in err
+    assert "and 21.0 GB are free (the limit of 24.0 GB of the control group /pod)" in err
+    assert devices == ["meta"]
+
+
+def test_gpus_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer takes the last of them."""
+    left = {0: 20 * GB, 1: 20 * GB}
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (left[gpu], 80 * GB))
+    said = plan_memory.announced("some", 10 * GB, 1, 2)
+    assert "a real vLLM on 1 GPU, " in said
+    assert "18.6 GB of GPU 0, 10.0 GB of GPU 1" in said
+    with pytest.raises(ConfigError, match=r"needs about 23\.6 GB of GPU 1, and 20\.0 GB are free"):
+        plan_memory.announced("some", 10 * GB, 2, 2)
+    left.clear()
+    left[0] = 25 * GB
+    with pytest.raises(ConfigError, match=r"needs about 28\.6 GB of GPU 0, and 25\.0 GB are free"):
+        plan_memory.announced("some", 10 * GB, 1, 1)
+
+
+def test_the_kv_cache_is_small_whatever_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    engine = SimpleNamespace(LLM=lambda *_, **__: seen.append(os.environ["VLLM_CPU_KVCACHE_SPACE"]))
+    monkeypatch.setitem(sys.modules, "vllm", engine)
+    monkeypatch.setattr(command, "stop_vllm", lambda _: None)
+    with command.running(tmp_path, None, 1, 1):
+        assert seen == ["1"]
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "40"
 
 
 def test_a_model_and_shapes_are_one_too_many(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,24 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 NO_TERMINAL_WIDTH = 240
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends what is within as Ctrl-C does: engines that it started end with it, those of servers go on."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def console() -> Console:

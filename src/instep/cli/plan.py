@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,9 @@ from instep.bench.subjects import start_vllm, stop_vllm
 from instep.cli.doctor import stdout_to_stderr
 from instep.cli.hub import found
 from instep.cli.layer_rows import Report, alike, rows, tables, timed
-from instep.cli.output import console
+from instep.cli.output import console, terminable
+from instep.cli.plan_memory import announced
+from instep.cli.start_signals import ending_at_once
 from instep.engine.vllm import EXTENSION
 from instep.errors import ConfigError
 
@@ -32,7 +34,11 @@ TIMEOUT = 600.0
 def plan(model: str | None = None, /, *, tp: int = 1, shapes: ShapesName | None = None, json: bool = False) -> int:
     """See before a training run whether engine and trainer fit, and which layers vLLM has to reload.
 
-    Starts vLLM with random weights on this machine and pushes to it twice. Exit code 1, with the reason, where they do not fit.
+    Starts a real vLLM with random weights on this machine, beside a trainer with as many, pushes to it twice, and ends it. No
+    server is reached, and nothing is downloaded but a config. What that takes of memory is said first, with what is free, and
+    where it is too much nothing starts.
+
+    Exit code 1, with the reason, where engine and trainer do not fit, or the memory does not suffice.
 
     Parameters
     ----------
@@ -47,7 +53,7 @@ def plan(model: str | None = None, /, *, tp: int = 1, shapes: ShapesName | None 
     """
     if (model is None) == (shapes is None):
         raise ConfigError("plan takes either a model or --shapes", next_step="instep plan Qwen/Qwen3-0.6B, or instep plan --shapes tiny")
-    with stdout_to_stderr(), TemporaryDirectory(prefix="instep-plan-") as scratch:
+    with terminable(), stdout_to_stderr(), TemporaryDirectory(prefix="instep-plan-") as scratch:
         folder = named.folder(shapes, Path(scratch)) if shapes else described(model or "", Path(scratch))
         report = tried(shapes or model or "", folder, tp)
     if json:
@@ -73,14 +79,16 @@ def tried(name: str, folder: Path, tp: int) -> Report:
     gpus = torch.cuda.device_count()
     if gpus and gpus < tp:
         raise ConfigError(f"tp={tp} needs as many GPUs, this machine has {gpus}")
+    check_vllm()
+    nbytes = sum(tensor.nbytes for tensor in tensors_of(trainer(folder, "meta")))
+    print(announced(name, nbytes, tp, gpus), file=sys.stderr, flush=True)
     weights = trainer(folder, f"cuda:{gpus - 1}" if gpus else "cpu")
-    values = weights if isinstance(weights, dict) else dict(weights.named_parameters())
     with (
-        running(folder, 0 if gpus else None, sum(tensor.nbytes for tensor in values.values()), tp) as llm,
+        running(folder, 0 if gpus else None, nbytes, tp) as llm,
         WeightSync(weights, [llm], cast=True, timeout=TIMEOUT) as sync,
     ):
         first = sync.push("plan-1")
-        change(values.values())
+        change(tensors_of(weights))
         second = sync.push("plan-2")
         member, session = sync._session.fleet.members[0], sync._session
         assert member.plan is not None
@@ -98,6 +106,12 @@ def tried(name: str, folder: Path, tp: int) -> Report:
             first=timed(first),
             second=timed(second),
         )
+
+
+def check_vllm() -> None:
+    """Raises `ConfigError` where vLLM is not installed."""
+    if not find_spec("vllm"):
+        raise ConfigError("plan asks vLLM's own loader, and vLLM is not installed", next_step='pip install "instep[vllm]"')
 
 
 def trainer(folder: Path, device: str) -> Any:
@@ -120,24 +134,35 @@ def trainer(folder: Path, device: str) -> Any:
         raise ConfigError(f"transformers makes no model of the config in {folder}: {error}") from error
 
 
-def change(tensors: Any) -> None:
+def tensors_of(weights: Any) -> list[torch.Tensor]:
+    return list(weights.values() if isinstance(weights, dict) else weights.parameters())
+
+
+def change(tensors: Iterable[torch.Tensor]) -> None:
     """What an optimizer's step does: every weight changes."""
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.is_floating_point():
-                tensor.copy_(-tensor.float())  # of 8-bit floats there is no negation
+            if tensor.is_floating_point() and tensor.itemsize == 1:
+                tensor.copy_(-tensor.float())  # of these there is no negation
+            elif tensor.is_floating_point():
+                tensor.neg_()  # in place: a copy of the largest is memory that others lack
 
 
 @contextmanager
 def running(folder: Path, gpu: int | None, nbytes: int, tp: int) -> Iterator[Any]:
     """A vLLM with random weights of its own. Raises `ConfigError` where it does not start."""
-    if not find_spec("vllm"):
-        raise ConfigError("plan asks vLLM's own loader, and vLLM is not installed", next_step='pip install "instep[vllm]"')
-    print("starting vLLM with random weights, about a minute", file=sys.stderr, flush=True)
     try:
-        llm = start_vllm(
-            folder, gpu, nbytes, dtype="auto", max_model_len=64, enforce_eager=True, worker_extension_cls=EXTENSION, tensor_parallel_size=tp
-        )
+        with ending_at_once():
+            llm = start_vllm(
+                folder,
+                gpu,
+                nbytes,
+                dtype="auto",
+                max_model_len=64,
+                enforce_eager=True,
+                worker_extension_cls=EXTENSION,
+                tensor_parallel_size=tp,
+            )
     except Exception as error:
         raise ConfigError(f"vLLM does not start with {folder}: {error}", next_step="its own log above says why") from error
     try:

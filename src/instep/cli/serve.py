@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from instep.cli.serve_checks import check, check_host
+from instep.cli.start_signals import ending_at_once
 from instep.engine.http_token import take_token
 from instep.errors import ConfigError
 
@@ -43,7 +45,8 @@ def serve(
     args = parsed([model, *flags])
     args.instep_catch_up = instep_catch_up if instep_catch_up in (None, TRAINER) else str(Path(instep_catch_up).resolve())
     prepare(args, token)
-    _command().cmd(args)
+    with nullcontext() if args.headless else ending_at_once():
+        _command().cmd(args)
     return 0
 
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from instep import WeightSync
+from instep.cli.start_signals import started
 from instep.engine.http_control import Served
 from instep.engine.rpc import LocalRpc, RemoteEngine
 from instep.engine.vllm_routes import VllmControl
@@ -25,6 +26,7 @@ class ServeControl(VllmControl):
 
     async def begin(self, served: Served, args: Namespace) -> None:
         """Holds requests back until the engine has caught up, where that was asked for."""
+        started()
         sweep()
         if args.instep_catch_up == "trainer":
             served.waiting = "no trainer has pushed since it started"

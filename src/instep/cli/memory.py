@@ -1,0 +1,61 @@
+"""How much memory this process and its children may still take: what the machine has, and what each control group around
+this process leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+GROUPS = "sys/fs/cgroup"
+
+
+class Free(NamedTuple):
+    """nbytes: may still be taken. limit: what says so."""
+
+    nbytes: int
+    limit: str
+
+
+def free(root: Path = Path("/")) -> Free | None:
+    """The least of all that limits. None where the system tells nothing, as on macOS."""
+    return min((*_machine(root), *_groups(root)), default=None)
+
+
+def _machine(root: Path) -> Iterator[Free]:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            yield Free(int(value.split()[0]) << 10, "the machine's memory")
+
+
+def _groups(root: Path) -> Iterator[Free]:
+    """Of both versions of control groups. In a container the groups above it are not to be seen, and its own is at the top."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / GROUPS / ("memory" if controllers else "")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit, usage, cached = names if controllers else ("memory.max", "memory.current", "inactive_file")
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == top.parent:
+                break
+            most, used = (_number(folder / name) for name in (limit, usage))
+            if most is not None and used is not None:
+                files = {name: int(value) for name, _, value in (row.partition(" ") for row in _lines(folder / "memory.stat"))}
+                left = most - used + files.get(cached, 0)  # what it has read from files it gives back
+                yield Free(max(0, left), f"the limit of {most / 1e9:.1f} GB of the control group /{folder.relative_to(top)}".rstrip("."))
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file))
+    return int(text) if text.isdigit() else None  # `max` is none
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

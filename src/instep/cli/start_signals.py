@@ -1,0 +1,92 @@
+"""SIGTERM and Ctrl-C while vLLM starts.
+
+Both raise KeyboardInterrupt in vLLM then, which catches one itself where it waits for its engine (0.32):
+the signal is lost, and the engine starts all the same. Nothing is at stake before it is there, so the
+process ends at once, whatever vLLM has set. Afterwards a server has vLLM's handlers, which let requests end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PATIENCE = 5.0  # seconds for the engine's processes to end by themselves
+
+_starting = False
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Until `started` is called. Of this process only: its children set handlers of their own."""
+    with suppress(ImportError):
+        import psutil  # noqa: F401  (now, and not within a handler)
+    global _starting
+    _starting, set_handler = True, signal.signal
+
+    def set_behind_ours(number: int, handler: Any) -> Any:
+        return set_handler(number, behind(handler) if number in SIGNALS and callable(handler) else handler)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ours = {number: behind(handler) for number, handler in before.items()}
+    for number in SIGNALS:
+        set_handler(number, ours[number])
+    signal.signal = set_behind_ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = set_handler
+        started()
+        for number in SIGNALS:
+            if signal.getsignal(number) is ours[number]:
+                set_handler(number, before[number])
+
+
+def started() -> None:
+    """The engine is there: signals are for the handlers that vLLM has set since."""
+    global _starting
+    _starting = False
+
+
+def behind(handler: Any) -> Any:
+    """A handler that ends this process while it starts, and is `handler` afterwards."""
+
+    def ours(number: int, frame: Any) -> None:
+        if _starting:
+            end(number)
+        elif callable(handler):
+            handler(number, frame)
+        elif handler == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    return ours
+
+
+def end(number: int) -> None:
+    """Ends the processes that this one has started, and then this one, by the signal."""
+    import psutil  # vLLM needs it too
+
+    print(f"instep: {signal.Signals(number).name} while vLLM starts: it ends", file=sys.stderr, flush=True)
+    children = [child for child in psutil.Process().children(recursive=True) if not _cleans_up(child)]
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.terminate()
+    for child in psutil.wait_procs(children, PATIENCE)[1]:
+        child.kill()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _cleans_up(child: Any) -> bool:
+    """Whether it is Python's own, which removes shared memory when all others have ended."""
+    import psutil
+
+    try:
+        return any("resource_tracker" in word for word in child.cmdline())
+    except psutil.Error:
+        return False
