@@ -35,7 +35,8 @@ def main() -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/inject":
             engine.inject(*scope["query_string"].decode().split(":"))
-        body = json.dumps({"version": engine.version, "fingerprint": str(engine.fingerprint()), "paused": engine.paused}).encode()
+        found: Any = {"version": engine.version, "fingerprint": str(engine.fingerprint()), "paused": engine.paused}
+        body = json.dumps(list(engine.faults) if scope["path"] == "/faults" else found).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": body})
 
@@ -82,6 +83,11 @@ class Process:
 
     def inject(self, point: str, kind: str) -> None:
         httpx.get(f"{self.url}/inject?{point}:{kind}", timeout=10).raise_for_status()
+
+    def faults(self) -> list[str]:
+        """The points at which faults are injected that were not met yet."""
+        found: list[str] = httpx.get(f"{self.url}/faults", timeout=10).raise_for_status().json()
+        return found
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

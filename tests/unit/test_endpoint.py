@@ -19,7 +19,7 @@ from instep import MemoryEngine, WeightSync
 from instep.engine import fleet, rpc
 from instep.engine.rpc import GONE, Endpoint, LocalRpc, Outcome, RemoteEngine
 from instep.errors import EngineDirty, EngineLost, EngineTimeout, SyncError, VersionConflict
-from instep.protocol import decode, encode
+from instep.protocol import Request, decode, encode, raw
 
 OLD, NEW, LATER = map(attention, range(3))
 HOLDS = {MemoryEngine(weights).fingerprint(): name for name, weights in (("old", OLD), ("new", NEW), ("later", LATER))}
@@ -119,13 +119,15 @@ def test_one_that_holds_no_whole_version_refuses(clock: Clock) -> None:
         engine.generate([1], 1)
 
 
-def test_a_connection_that_breaks_is_not_waited_for(clock: Clock) -> None:
+@pytest.mark.parametrize("end", ["the connection breaks", "abort"])
+def test_a_trainer_that_goes_while_the_engine_is_paused_is_not_waited_for(clock: Clock, end: str) -> None:
     engine = MemoryEngine(OLD)
     sync, way, endpoint = trainer(engine)
     way.point, way.after = "pause", True
     with pytest.raises(SyncError):
         sync.push("v1")
-    asyncio.run(endpoint.answer(GONE, b""))
+    abort = encode(("abort", encode(Request(99, endpoint.session or "", raw(None)))))
+    asyncio.run(endpoint.answer("call", abort) if end == "abort" else endpoint.answer(GONE, b""))
     assert (clock.expire(), engine.paused) == ([0], False)
 
 

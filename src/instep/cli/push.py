@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -13,10 +13,12 @@ from instep import WeightSync
 from instep.cli import PARTLY
 from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, version_of
 from instep.cli.hub import found
+from instep.cli.output import terminable
+from instep.cli.server_status import settled
 from instep.config import Require, TransportName, check_version
 from instep.engine import connect
 from instep.errors import InstepError
-from instep.telemetry import progress_bar
+from instep.telemetry import Event, progress_bar
 
 SECONDS, BYTES_A_SECOND = 60.0, 100e6
 
@@ -34,7 +36,11 @@ def push(
 ) -> int:
     """Bring servers that are running to the weights of a checkpoint: all of them or none, proved to be the same bytes.
 
-    Exit code 0 if every engine serves it, 3 if some do (the message says which), 4 if bytes differed on the way, 1 otherwise.
+    Where the servers have a token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it. Ctrl-C and SIGTERM end the push: engines go on, and
+    the last lines say with what.
+
+    Exit code 0 if every engine serves it, 3 if some do (the message says which), 4 if bytes differed on the way, 130 after Ctrl-C,
+    1 otherwise.
 
     Parameters
     ----------
@@ -65,18 +71,21 @@ def push(
     if canary:
         say(f"canary: tokens {CANARY[0]} to {CANARY[-1]}, accepted up to a difference of {CANARY_BOUND:g} in a log-probability")
         source.score(list(CANARY))  # what is missing for it is said before anything moves
-    tokens = CANARY if canary else None
-    with WeightSync(
-        source,
-        engines,
-        require=require,
-        transport=transport,
-        cast=True,
-        timeout=timeout,
-        canary=tokens,
-        canary_bound=CANARY_BOUND,
-        sinks=[progress_bar()],
-    ) as sync:
+    tokens, bar = CANARY if canary else None, progress_bar()
+    with (
+        interruptible(engine, lambda: bar(Event("failed", version))),
+        WeightSync(
+            source,
+            engines,
+            require=require,
+            transport=transport,
+            cast=True,
+            timeout=timeout,
+            canary=tokens,
+            canary_bound=CANARY_BOUND,
+            sinks=[bar],
+        ) as sync,
+    ):
         with spoken():
             receipt = sync.push(version)
         for line in casts(sync):
@@ -84,6 +93,20 @@ def push(
     say(f"transport {receipt.transport}: " + (receipt.why or ("it was asked for" if transport != "auto" else "the fastest")))
     print(msgspec.json.encode(receipt.as_dict()).decode() if json else receipt)
     return PARTLY if receipt.failed else 0
+
+
+@contextmanager
+def interruptible(urls: Sequence[str], end: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is within, and what each engine serves then is said. end: called before that."""
+    try:
+        with terminable():
+            yield
+    except KeyboardInterrupt:
+        end()
+        say("interrupted; what each engine serves now:")
+        for row in settled(urls):
+            say(f"  {row}")
+        raise
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ State = Literal["serving", "paused", "waiting", "dirty", "refused", "unreachable
 
 PATH = "/instep/v1/status"
 DEADLINE = 10.0  # seconds for an answer
+SETTLING, AGAIN = 5.0, 0.2  # seconds; before another question
+FIRST = "its own first weights"
 COLOURS: dict[State, str] = {"serving": "green", "paused": "yellow", "waiting": "yellow"}  # else red
 COLUMNS = ("engine", "version", "lag", "state", "last pause", "last error")
 
@@ -36,6 +39,13 @@ class Row(msgspec.Struct, frozen=True):
     last_pause: float | None = None
     last_error: str | None = None
 
+    def __str__(self) -> str:
+        words = {"serving": "serves", "paused": "is paused, and holds", "waiting": "does not generate yet, and holds"}
+        if self.state in words:
+            return f"{self.engine}: {words[self.state]} {self.version or FIRST}"
+        what = "DIRTY: refuses to generate until a push succeeds" if self.state == "dirty" else self.state
+        return f"{self.engine}: {what}" + (f" ({self.last_error})" if self.last_error else "")
+
 
 def ask(urls: Sequence[str]) -> list[Row]:
     """One row for each URL, in order, within `DEADLINE`. Raises `ConfigError` for a URL that is none."""
@@ -50,6 +60,16 @@ def ask(urls: Sequence[str]) -> list[Row]:
         return await asyncio.gather(*(_row(place, token) for place in places))
 
     return asyncio.run(every())
+
+
+def settled(urls: Sequence[str]) -> list[Row]:
+    """As `ask`, once no engine is paused any more for a push that has ended, within `SETTLING`."""
+    deadline = time.monotonic() + SETTLING
+    rows = ask(urls)
+    while any(row.state == "paused" for row in rows) and time.monotonic() < deadline:
+        time.sleep(AGAIN)
+        rows = ask(urls)
+    return rows
 
 
 async def _row(place: Place, token: str | None) -> Row:
@@ -95,7 +115,7 @@ def table(rows: Iterable[Row]) -> Table:
     for name in COLUMNS:
         made.add_column(name, justify="right" if name in ("lag", "last pause") else "left", overflow="fold")
     for one in rows:
-        version = one.version or ("its own first weights" if one.state not in ("refused", "unreachable") else "")
+        version = one.version or (FIRST if one.state not in ("refused", "unreachable") else "")
         pause = "" if one.last_pause is None else f"{1e3 * one.last_pause:.0f} ms"
         texts = [one.engine, version, "" if one.lag is None else str(one.lag), one.state, pause, " ".join((one.last_error or "").split())]
         made.add_row(*(Text(text, COLOURS.get(one.state, "red") if text is texts[3] else "") for text in texts))

@@ -228,7 +228,7 @@ class Endpoint:
         if method == "prepare" and any(decode(answer, Reply).fault is None for answer in answers):
             self.session, self.timeout = session, seconds or self.timeout
         elif method == "abort" and session == self.session:
-            self.session = None
+            self.session, self.deserted = None, self.paused  # a trainer that ends its push here leaves the engine as it is
 
     def _watch(self) -> None:
         """Starts the trainer's time, or stops it."""
