@@ -35,9 +35,10 @@ Sink = Callable[[Event], None]
 
 
 def log(event: Event) -> None:
-    """The sink that is always on: receipts at INFO, failures at WARNING, through the standard `instep` logger.
+    """The sink that is always on: receipts at INFO, failures at WARNING, through the `instep` logger.
 
-    A failure is raised too. Where logging is not configured only whoever catches it tells it: Python would print it a second time.
+    A failure is raised too. Where logging is not configured only whoever catches it tells it:
+    Python would print it a second time.
     """
     if event.receipt is not None:
         logger.info("%s", event.receipt)

@@ -24,6 +24,8 @@ def test_the_rows_of_a_mixture_of_experts_say_which_layers_reload_and_why(tmp_pa
         env={**os.environ, **SETTINGS, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=540,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
+    assert f"plan starts a real vLLM on the CPU, with random weights of {tmp_path}" in done.stderr
+    assert "1.1 GB of KV cache" in done.stderr
     found = json.loads(done.stdout)
     rows = {row["name"]: row for row in found["rows"]}
     experts = next(row for name, row in rows.items() if name.startswith("model.layers.0..1.mlp.experts") and row["params"])

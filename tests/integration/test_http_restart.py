@@ -1,13 +1,15 @@
-"""A real `instep serve` that is killed within a commit: it catches up from a directory before it says that it is ready."""
+"""A real `instep serve` that is killed within a commit: it catches up from a directory before it says that it is ready. And one that
+is told to end while it starts."""
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from http_server import TOKEN, Server
+from http_server import READY, TOKEN, Server
 from models import save, tiny
 from test_http_serve import become, serves
 
@@ -60,3 +62,29 @@ def test_a_server_that_is_killed_within_a_commit_and_restarted(tmp_path: Path) -
     finally:
         server.stop()
     shm.sweep()
+
+
+def test_a_server_that_is_told_to_end_while_vllm_waits_for_its_engine_ends(tmp_path: Path) -> None:
+    """vLLM loses the signal there."""
+    server = Server(save(tiny("qwen3", 1), tmp_path / "model"), tmp_path / "log")
+    try:
+        deadline = time.monotonic() + READY
+        while not any(name.startswith("VLLM::Engine") for name in map(title, server.processes())):
+            assert server.process.poll() is None, server.log.read_text()[-4000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        server.process.terminate()
+        assert server.process.wait(60) == -signal.SIGTERM
+        assert "SIGTERM while vLLM starts: it ends" in server.log.read_text()
+        while server.processes():  # Python's own, which removes shared memory
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        server.stop()
+
+
+def title(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/comm").read_text()
+    except OSError:
+        return ""

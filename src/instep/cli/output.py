@@ -18,7 +18,7 @@ NO_TERMINAL_WIDTH = 240
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends what is within as Ctrl-C does: engines that it started end with it, those of servers go on."""
+    """SIGTERM ends what is within as Ctrl-C does: what it has started ends, what it pushes to goes on."""
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
@@ -34,7 +34,7 @@ def console() -> Console:
 
 
 def outputs() -> list[int]:
-    """Descriptors of what stdout and stderr are now. rich puts something else in the place of one whose reader has left."""
+    """Descriptors of what stdout and stderr are now: rich replaces one whose reader has left."""
     found = []
     for descriptor in (1, 2):
         with suppress(OSError):  # it was closed when this process started
@@ -51,7 +51,7 @@ def reader_left(descriptors: Iterable[int]) -> bool:
 
 
 def end_by_sigpipe() -> NoReturn:
-    """Ends this process without a word, by the signal that ends other Unix tools then: a shell sees 141."""
+    """Ends this process without a word, by the signal that ends other Unix tools: a shell sees 141."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still holds back
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)

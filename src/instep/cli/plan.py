@@ -34,9 +34,9 @@ TIMEOUT = 600.0
 def plan(model: str | None = None, /, *, tp: int = 1, shapes: ShapesName | None = None, json: bool = False) -> int:
     """See before a training run whether engine and trainer fit, and which layers vLLM has to reload.
 
-    Starts a real vLLM with random weights on this machine, beside a trainer with as many, pushes to it twice, and ends it. No
-    server is reached, and nothing is downloaded but a config. What that takes of memory is said first, with what is free, and
-    where it is too much nothing starts.
+    Starts a real vLLM with random weights on this machine, beside a trainer with as many, pushes to it
+    twice, and ends it. No server is reached, and nothing is downloaded but a config. What that takes of
+    memory is said first, with what is free, and where it is too much nothing starts.
 
     Exit code 1, with the reason, where engine and trainer do not fit, or the memory does not suffice.
 
@@ -111,7 +111,8 @@ def tried(name: str, folder: Path, tp: int) -> Report:
 def check_vllm() -> None:
     """Raises `ConfigError` where vLLM is not installed."""
     if not find_spec("vllm"):
-        raise ConfigError("plan asks vLLM's own loader, and vLLM is not installed", next_step='pip install "instep[vllm]"')
+        text = "plan asks vLLM's own loader, and vLLM is not installed"
+        raise ConfigError(text, next_step='pip install "instep[vllm]"')
 
 
 def trainer(folder: Path, device: str) -> Any:

@@ -27,13 +27,15 @@ def announced(name: str, nbytes: int, tp: int, gpus: int) -> str:
     Raises `ConfigError`, with both numbers, where it takes more memory than is free.
     """
     where = f"{tp} GPU{'s' * (tp > 1)}" if gpus else "the CPU"
-    text = f"plan starts a real vLLM on {where}, with random weights of {name} ({_gb(nbytes)}), and a trainer with as many beside it"
-    return f"{text}; about a minute, and both end with it\n{_on_gpus(nbytes, tp, gpus) if gpus else _on_cpu(nbytes, tp)}"
+    vllm = f"plan starts a real vLLM on {where}, with random weights of {name} ({_gb(nbytes)})"
+    takes = _on_gpus(nbytes, tp, gpus) if gpus else _on_cpu(nbytes, tp)
+    return f"{vllm}, and a trainer with as many beside it; about a minute, and both end with it\n{takes}"
 
 
 def _on_cpu(nbytes: int, tp: int) -> str:
     need = COPIES * nbytes + tp * (KV_CACHE + WORKER) + PROCESSES
-    parts = f"{COPIES} x {_gb(nbytes)} of weights, {_gb(tp * KV_CACHE)} of KV cache, {_gb(tp * WORKER + PROCESSES)} for vLLM's processes"
+    parts = f"{COPIES} x {_gb(nbytes)} of weights, {_gb(tp * KV_CACHE)} of KV cache"
+    parts += f", {_gb(tp * WORKER + PROCESSES)} for the processes"
     text, found = f"it needs about {_gb(need)} of memory ({parts})", free()
     if found is None:
         return text
@@ -43,16 +45,18 @@ def _on_cpu(nbytes: int, tp: int) -> str:
 
 def _on_gpus(nbytes: int, tp: int, gpus: int) -> str:
     need = Counter(dict.fromkeys(range(tp), nbytes // tp + ROOM)) + Counter({gpus - 1: nbytes})
-    for gpu, wanted in need.items():
-        _refuse(f"it needs about {_gb(wanted)} of GPU {gpu}", wanted, torch.cuda.mem_get_info(gpu)[0], "that GPU's memory")
-    return "it needs about " + ", ".join(f"{_gb(wanted)} of GPU {gpu}" for gpu, wanted in need.items())
+    parts = {gpu: f"{_gb(wanted)} of GPU {gpu}" for gpu, wanted in need.items()}
+    for gpu, part in parts.items():
+        left = torch.cuda.mem_get_info(gpu)[0]
+        _refuse(f"it needs about {part}", need[gpu], left, "that GPU's memory")
+    return "it needs about " + ", ".join(parts.values())
 
 
 def _refuse(text: str, need: int, free: int, limit: str) -> None:
     if need > free:
         raise ConfigError(
             f"plan would start a vLLM here: {text}, and {_gb(free)} are free ({limit})",
-            next_step="run it where there is more, or end what takes it; --shapes smollm2-135m shows what a plan looks like",
+            next_step="run it where there is more, or end what takes it",
         )
 
 

@@ -36,11 +36,11 @@ def push(
 ) -> int:
     """Bring servers that are running to the weights of a checkpoint: all of them or none, proved to be the same bytes.
 
-    Where the servers have a token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it. Ctrl-C and SIGTERM end the push: engines go on, and
-    the last lines say with what.
+    Where the servers have a token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it. Ctrl-C and SIGTERM end
+    the push: engines go on, and the last lines say with what.
 
-    Exit code 0 if every engine serves it, 3 if some do (the message says which), 4 if bytes differed on the way, 130 after Ctrl-C,
-    1 otherwise.
+    Exit code 0 if every engine serves it, 3 if some do (the message says which), 4 if bytes differed on
+    the way, 130 after Ctrl-C, 1 otherwise.
 
     Parameters
     ----------
@@ -97,7 +97,10 @@ def push(
 
 @contextmanager
 def interruptible(urls: Sequence[str], end: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what is within, and what each engine serves then is said. end: called before that."""
+    """Ctrl-C and SIGTERM end what is within, and it is said what each engine serves then.
+
+    end: called before that.
+    """
     try:
         with terminable():
             yield

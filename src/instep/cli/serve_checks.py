@@ -1,4 +1,4 @@
-"""What `instep serve` refuses at once. vLLM takes half a minute to be imported, and would find it out after that."""
+"""What `instep serve` refuses at once. vLLM takes half a minute to be imported, and finds it out then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PORT = "8000"  # vLLM's default
 
 
 def check(model: str, flags: Sequence[str], token: str | None) -> None:
-    """Raises `ConfigError` for a model that is not there, and where the server could not listen, or anybody could push to it.
+    """Raises `ConfigError` for a model that is not there, a place where the server cannot listen, and one
+    where anybody could push to it.
 
     flags: vLLM's. What they leave to a file (`--config`) is looked at when vLLM has read it.
     """
@@ -34,7 +35,7 @@ def check(model: str, flags: Sequence[str], token: str | None) -> None:
 
 
 def check_model(model: str) -> None:
-    """model: as vLLM takes it: a directory, a file, a Hub id, or the address of an object store, of which nothing is known here."""
+    """model: as vLLM takes it, a directory, a file or a Hub id. Object stores are not asked."""
     if "://" in model or Path(model).exists():
         return
     repository = model.partition(":")[0]  # after the colon comes a quantisation of GGUF
@@ -52,7 +53,8 @@ def check_host(host: str) -> None:
 
 
 def check_port(host: str, port: str) -> None:
-    """host: all interfaces where it is empty. As vLLM binds it later. A port that is no number is vLLM's to refuse."""
+    """As vLLM binds it later. host: all interfaces where it is empty. port: other than a number is
+    vLLM's to refuse."""
     if not port.isdigit():
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -61,12 +63,12 @@ def check_port(host: str, port: str) -> None:
         try:
             sock.bind((host, int(port)))
         except (OSError, OverflowError) as error:
-            where = f"{host or 'all interfaces'} port {port}"
-            raise ConfigError(f"cannot listen at {where}: {error}", next_step="choose another --port, or end what listens there") from None
+            text = f"cannot listen at {host or 'all interfaces'} port {port}: {error}"
+            raise ConfigError(text, next_step="choose another --port, or end what listens there") from None
 
 
 def _given(flags: Sequence[str]) -> dict[str, Any]:
-    """Those of vLLM's flags that matter here, where they are given. vLLM takes `_` for `-` in their names."""
+    """Those of vLLM's flags that matter here and are given. vLLM takes `_` for `-` in their names."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     for name in ("--host", "--port", "--uds", "--config", "--hf-token"):
         parser.add_argument(name, nargs="?")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from instep.engine.http_token import SET_IT, token_of, turned_away
 from instep.engine.http_url import Place, place
-from instep.errors import ConfigError
+from instep.errors import WORDS, ConfigError
 
 State = Literal["serving", "paused", "waiting", "dirty", "refused", "unreachable"]
 
@@ -21,6 +21,11 @@ PATH = "/instep/v1/status"
 DEADLINE = 10.0  # seconds for an answer
 SETTLING, AGAIN = 5.0, 0.2  # seconds; before another question
 FIRST = "its own first weights"
+HOLDING: dict[State, str] = {
+    "serving": "serves",
+    "paused": "is paused, and holds",
+    "waiting": "does not generate yet, and holds",
+}
 COLOURS: dict[State, str] = {"serving": "green", "paused": "yellow", "waiting": "yellow"}  # else red
 COLUMNS = ("engine", "version", "lag", "state", "last pause", "last error")
 
@@ -29,7 +34,8 @@ class Row(msgspec.Struct, frozen=True):
     """One engine.
 
     version: None for its own first weights. lag: versions begun since then that it does not serve. last_pause: seconds.
-    state: `waiting` refuses to generate until it has caught up; `dirty` until a push heals it. `refused` does not let this caller in.
+    state: `waiting` refuses to generate until it has caught up; `dirty` until a push heals it.
+    `refused` does not let this caller in.
     """
 
     engine: str
@@ -40,10 +46,9 @@ class Row(msgspec.Struct, frozen=True):
     last_error: str | None = None
 
     def __str__(self) -> str:
-        words = {"serving": "serves", "paused": "is paused, and holds", "waiting": "does not generate yet, and holds"}
-        if self.state in words:
-            return f"{self.engine}: {words[self.state]} {self.version or FIRST}"
-        what = "DIRTY: refuses to generate until a push succeeds" if self.state == "dirty" else self.state
+        if self.state in HOLDING:
+            return f"{self.engine}: {HOLDING[self.state]} {self.version or FIRST}"
+        what = WORDS["dirty"] if self.state == "dirty" else self.state
         return f"{self.engine}: {what}" + (f" ({self.last_error})" if self.last_error else "")
 
 
@@ -90,7 +95,8 @@ async def _row(place: Place, token: str | None) -> Row:
     if response.status_code == 401:
         return Row(name, "refused", last_error=f"{turned_away(bool(headers))}: {SET_IT}")
     if response.status_code != 200 or not isinstance(said, dict) or "versions" not in said:
-        return Row(name, "refused" if response.status_code == 403 else "unreachable", last_error=_why(response.status_code, said))
+        state: State = "refused" if response.status_code == 403 else "unreachable"
+        return Row(name, state, last_error=_why(response.status_code, said))
     return row(name, said)
 
 

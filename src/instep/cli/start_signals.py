@@ -1,8 +1,9 @@
 """SIGTERM and Ctrl-C while vLLM starts.
 
-Both raise KeyboardInterrupt in vLLM then, which catches one itself where it waits for its engine (0.32):
-the signal is lost, and the engine starts all the same. Nothing is at stake before it is there, so the
-process ends at once, whatever vLLM has set. Afterwards a server has vLLM's handlers, which let requests end.
+Both raise KeyboardInterrupt in vLLM then, which catches one itself where it waits for its engine
+(0.32): the signal is lost, and the engine starts all the same. Nothing is at stake before it is there,
+so the process ends at once, whatever vLLM has set. Afterwards a server has vLLM's handlers, which let
+requests end.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ _starting = False
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Until `started` is called. Of this process only: its children set handlers of their own."""
+    """Until `started` is called. Only this process: its children set handlers of their own."""
     with suppress(ImportError):
         import psutil  # noqa: F401  (now, and not within a handler)
     global _starting
     _starting, set_handler = True, signal.signal
 
     def set_behind_ours(number: int, handler: Any) -> Any:
-        return set_handler(number, behind(handler) if number in SIGNALS and callable(handler) else handler)
+        chained = number in SIGNALS and callable(handler)
+        return set_handler(number, behind(handler) if chained else handler)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     ours = {number: behind(handler) for number, handler in before.items()}
@@ -71,8 +73,10 @@ def end(number: int) -> None:
     """Ends the processes that this one has started, and then this one, by the signal."""
     import psutil  # vLLM needs it too
 
-    print(f"instep: {signal.Signals(number).name} while vLLM starts: it ends", file=sys.stderr, flush=True)
-    children = [child for child in psutil.Process().children(recursive=True) if not _cleans_up(child)]
+    text = f"instep: {signal.Signals(number).name} while vLLM starts: it ends"
+    print(text, file=sys.stderr, flush=True)
+    started = psutil.Process().children(recursive=True)
+    children = [child for child in started if not _cleans_up(child)]
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.terminate()

@@ -25,11 +25,13 @@ SHOWN = 5  # tensors of each kind that are named
 def verify(model: str, /, *, engine: Urls, canary: bool = False, json: bool = False) -> int:
     """Compare the weights that servers hold now with a checkpoint, by digests. Nothing is changed, generation goes on.
 
-    What a server keeps in a layout of its own cannot be read back. The result says what share was, and --canary covers the rest:
-    it compares what the engine computes. Where the server has a token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it.
+    What a server keeps in a layout of its own cannot be read back. The result says what share was, and
+    --canary covers the rest: it compares what the engine computes. Where the server has a token, set
+    INSTEP_TOKEN or INSTEP_TOKEN_FILE to it.
 
-    Exit code 0 if all was read back and is equal, or what was is and the canary agrees; 4 if something differs; 5 if what was read
-    back is equal, and the rest is not known; 3 if some engines could not be asked, 1 if none could.
+    Exit code 0 if all was read back and is equal, or what was is and the canary agrees; 4 if something
+    differs; 5 if what was read back is equal, and the rest is not known; 3 if some engines could not be
+    asked, 1 if none could.
 
     Parameters
     ----------
@@ -95,14 +97,17 @@ def lines(name: str, result: Verified | InstepError) -> list[str]:
     if isinstance(result, InstepError):
         return [f"{name}: failed: {type(result).__name__}: {result}"]
     label = "DIRTY" if result.dirty else result.version or "its own first weights"
-    count = result.equal + len(result.differing) + len(result.unread)
-    text = f"{result.engine} ({label}): {word(result)}: {result.equal} of {count} tensors equal, {len(result.differing)} differ"
-    text += f", {len(result.unread)} cannot be read back; {floor(100 * result.share)} % of the bytes were"
+    differ, unread = len(result.differing), len(result.unread)
+    text = f"{result.engine} ({label}): {word(result)}: "
+    text += f"{result.equal} of {result.equal + differ + unread} tensors equal, {differ} differ, "
+    text += f"{unread} cannot be read back; {floor(100 * result.share)} % of the bytes were"
     text += f" ({result.compared / 1e6:.1f} of {result.total / 1e6:.1f} MB)"
     if result.canary_gap is not None:
         text += f", canary gap {result.canary_gap:.2g} (bound {CANARY_BOUND:g})"
-    next_step = ["  next: --canary compares what the engine computes"] * (word(result) == "not all compared")
-    return [text, *_named("differs", result.differing), *_named("not read back", result.unread), *next_step]
+    found = [text, *_named("differs", result.differing), *_named("not read back", result.unread)]
+    if word(result) == "not all compared":
+        found.append("  next: --canary compares what the engine computes")
+    return found
 
 
 def _named(kind: str, tensors: dict[str, str]) -> list[str]:

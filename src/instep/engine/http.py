@@ -97,8 +97,9 @@ class HttpRpc:
             return answer
         status, text = response.status_code, _message(response)
         if status == 401:
-            kind = ConfigError if route in ASKING else EngineLost  # the server may be another one since it was asked
-            raise kind(f"{self.name} {turned_away('authorization' in self.client.headers)} (401: {text})", next_step=SET_IT)
+            kind = ConfigError if route in ASKING else EngineLost  # it may be another server by now
+            told = turned_away("authorization" in self.client.headers)
+            raise kind(f"{self.name} {told} (401: {text})", next_step=SET_IT)
         if status == 413:  # from a proxy or the server, which has done nothing then
             size = len(response.request.content)
             told = f"{self.name} does not take {route}, {size} bytes, as too long (413: {text})"

@@ -65,7 +65,7 @@ def refusal(header: bytes, token: str) -> str | None:
     """Why the server does not let a request with this `Authorization` header in, or None."""
     if bearer(header, token):
         return None
-    return "the token is not the server's" if header else f"instep's routes need the server's token: {SET_IT}"
+    return "the token is not the server's" if header else f"these routes need a token: {SET_IT}"
 
 
 def turned_away(sent: bool) -> str:

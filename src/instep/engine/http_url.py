@@ -21,8 +21,8 @@ class Place(NamedTuple):
 
 
 def place(url: str) -> Place:
-    """Where a server is. `host:8000`, as errors and `instep status` call it, is `http://host:8000`. The URL is in no error: it may hold a
-    password.
+    """Where a server is. `host:8000`, as errors and `instep status` call it, is `http://host:8000`.
+    The URL is in no error: it may hold a password.
 
     Raises `ConfigError` for a URL that is none or holds a password.
     """

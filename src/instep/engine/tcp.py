@@ -92,7 +92,8 @@ class TcpListener:
                 found.append(self.arrived.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 text = f"{len(found)} of {count} engines dialled port {self.port} within {timeout:g} s"
-                raise TransportError(text + (f"; {self.problem}" if self.problem else ""), next_step=NOT_THERE) from None
+                text += f"; {self.problem}" if self.problem else ""
+                raise TransportError(text, next_step=NOT_THERE) from None
         return found
 
     def close(self) -> None:
@@ -109,7 +110,8 @@ class TcpListener:
                     await send(writer, Welcome(nonce, proof(self.token, "trainer", hello, nonce)))
                     answer = await receive(reader, Proof, SMALL)
                 if not hmac.compare_digest(answer.proof, proof(self.token, "engine", hello, nonce)):
-                    raise TransportError(f"{hello.name} dialled and its token was refused: it is another one")
+                    text = f"{hello.name} dialled and its token was refused: it is another one"
+                    raise TransportError(text)
             except Exception as error:
                 self.problem = error.args[0] if isinstance(error, TransportError) else f"a peer that dialled is no engine: {error!r}"
                 return
