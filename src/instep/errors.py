@@ -107,7 +107,7 @@ class VersionConflict(InstepError):
 class EngineBusy(VersionConflict):
     """Another trainer is pushing to the engine. It keeps what it serves until that push is over."""
 
-    next_step = "wait until the other trainer's push is over, or stop that trainer"
+    next_step = "engines keep what they serve: wait for the other trainer's push, or stop that trainer"
 
 
 class TransportError(InstepError):

@@ -12,6 +12,7 @@ from instep.errors import (
     CanaryError,
     ConfigError,
     DigestMismatch,
+    EngineBusy,
     EngineDirty,
     EngineLost,
     EngineState,
@@ -26,7 +27,7 @@ from instep.errors import (
     by_name,
 )
 
-UNTOUCHED = (SourceError, PlanError, VersionConflict, TransportError)
+UNTOUCHED = (SourceError, PlanError, VersionConflict, EngineBusy, TransportError)
 OF_A_PUSH = (SyncError, EngineTimeout, EngineLost, ApplyError, DigestMismatch, CanaryError)
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, InstepError)]
 
