@@ -59,6 +59,22 @@ def test_a_port_in_use(flags: list[str], token: str | None, taken: int, tmp_path
     assert f"port {taken}: [Errno 98] Address already in use\n  next: choose another --port" in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--api-server-count", "2"], "has one API server"),
+        (["--api_server_count=3"], "has one API server"),
+        (["--grpc"], "cannot push to a server with --grpc"),
+        (["--data-parallel-multi-port-external-lb"], "--data-parallel-multi-port-external-lb"),
+        (["--instep-catch-up", "{}"], "takes a directory of safetensors files"),
+    ],
+)
+def test_servers_that_could_not_be_pushed_to(flags: list[str], message: str, tmp_path: Path, run: Run) -> None:
+    code, out, err = run("serve", tmp_path, *(flag.format(tmp_path) for flag in flags))
+    assert (code, out) == (1, "")
+    assert message in err
+
+
 @pytest.mark.parametrize("model", ["/no/such/directory", "./missing", "a/missing/directory", "missing.gguf/", "~/missing"])
 def test_a_directory_that_is_not_there(model: str, free: int, run: Run) -> None:
     code, out, err = run("serve", model, "--port", free)

@@ -44,6 +44,26 @@ def test_what_cannot_work_is_an_error_in_words(
 
 
 @pytest.mark.parametrize("command", ["push", "verify"])
+def test_a_server_that_is_listed_twice_is_a_mistake(command: str, server: MemoryServer, folder: Path, run: Run) -> None:
+    code, out, err = run(command, folder, "--engine", server.url, server.name)
+    assert (code, out) == (1, "")
+    assert "ConfigError: an engine is listed twice" in err
+    assert server.engine.calls == []
+
+
+def test_a_push_that_is_interrupted_before_it_begins_says_what_engines_serve(
+    server: MemoryServer, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def downloading(_: str) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("instep.cli.push.found", downloading)
+    code, out, err = run("push", folder, "--engine", server.url)
+    assert (code, out) == (130, "")
+    assert err == f"interrupted; what each engine serves now:\n  {server.name}: serves its own first weights\n"
+
+
+@pytest.mark.parametrize("command", ["push", "verify"])
 def test_a_server_that_is_gone_is_told_with_what_a_command_line_can_do(command: str, server: MemoryServer, folder: Path, run: Run) -> None:
     server.engine.dead = True
     code, out, err = run(command, folder, "--engine", server.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from instep.config import VERSION
+from instep.engine import Engine, connect
 from instep.errors import ConfigError, InstepError
 from instep.source.checkpoint import CheckpointSource
 from instep.source.module import ModuleSource
@@ -47,6 +49,14 @@ class Checkpoint(CheckpointSource):
     def nbytes(self) -> int:
         """Of its files."""
         return sum(file.stat().st_size for file in self._files())
+
+
+def connected(urls: Sequence[str]) -> list[Engine]:
+    """The servers' engines. Raises `ConfigError` for a URL that is none, and for one that is listed twice."""
+    engines = [connect(url) for url in urls]
+    if len({engine.name for engine in engines}) < len(engines):
+        raise ConfigError("an engine is listed twice")
+    return engines
 
 
 def version_of(folder: Path) -> str:

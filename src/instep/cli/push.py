@@ -11,14 +11,14 @@ import msgspec
 
 from instep import WeightSync
 from instep.cli import PARTLY
-from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, version_of
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, connected, version_of
 from instep.cli.hub import found
 from instep.cli.output import terminable
 from instep.cli.server_status import settled
 from instep.config import Require, TransportName, check_version
-from instep.engine import connect
+from instep.engine import Engine
 from instep.errors import InstepError
-from instep.telemetry import Event, progress_bar
+from instep.telemetry import Event, Sink, progress_bar
 
 SECONDS, BYTES_A_SECOND = 60.0, 100e6
 
@@ -59,40 +59,57 @@ def push(
     json
         Print the receipt as JSON on stdout.
     """
-    engines = [connect(url) for url in engine]  # what is wrong with them is said before a model is downloaded
+    engines, bar = connected(engine), progress_bar()  # what is wrong with them is said first
     if version is not None:
         check_version(version)
-    source = Checkpoint(found(model))
-    if version is None:
-        version = version_of(source.folder)
-        say(f"version {version}: the name of the directory, as --version does not say another")
+    with interruptible(engine, lambda: bar(Event("failed", version or ""))):
+        source = Checkpoint(found(model))
+        if version is None:
+            version = version_of(source.folder)
+            say(f"version {version}: the name of the directory, as --version does not say another")
+        with following(source, engines, require, transport, canary, bar) as sync:
+            receipt = sync.push(version)
+            for line in casts(sync):
+                say(line)
+    why = receipt.why or ("it was asked for" if transport != "auto" else "the fastest")
+    say(f"transport {receipt.transport}: {why}")
+    print(msgspec.json.encode(receipt.as_dict()).decode() if json else receipt)
+    return PARTLY if receipt.failed else 0
+
+
+@contextmanager
+def following(
+    source: Checkpoint,
+    engines: Sequence[Engine],
+    require: Require,
+    transport: TransportName,
+    canary: bool,
+    bar: Sink,
+) -> Iterator[WeightSync]:
+    """What pushes a checkpoint. Says what it has chosen. Errors come with what a command line can do."""
     timeout = SECONDS + source.nbytes / BYTES_A_SECOND
-    say(f"timeout {timeout:.0f} s for each phase: {SECONDS:.0f}, and one for every {BYTES_A_SECOND / 1e6:.0f} MB")
+    rate = f"one for every {BYTES_A_SECOND / 1e6:.0f} MB"
+    say(f"timeout {timeout:.0f} s for each phase: {SECONDS:.0f}, and {rate}")
     if canary:
-        say(f"canary: tokens {CANARY[0]} to {CANARY[-1]}, accepted up to a difference of {CANARY_BOUND:g} in a log-probability")
+        bound = f"accepted up to a difference of {CANARY_BOUND:g} in a log-probability"
+        say(f"canary: tokens {CANARY[0]} to {CANARY[-1]}, {bound}")
         source.score(list(CANARY))  # what is missing for it is said before anything moves
-    tokens, bar = CANARY if canary else None, progress_bar()
-    with (
-        interruptible(engine, lambda: bar(Event("failed", version))),
-        WeightSync(
+    try:
+        with WeightSync(
             source,
             engines,
             require=require,
             transport=transport,
             cast=True,
             timeout=timeout,
-            canary=tokens,
+            canary=CANARY if canary else None,
             canary_bound=CANARY_BOUND,
             sinks=[bar],
-        ) as sync,
-    ):
-        with spoken():
-            receipt = sync.push(version)
-        for line in casts(sync):
-            say(line)
-    say(f"transport {receipt.transport}: " + (receipt.why or ("it was asked for" if transport != "auto" else "the fastest")))
-    print(msgspec.json.encode(receipt.as_dict()).decode() if json else receipt)
-    return PARTLY if receipt.failed else 0
+        ) as sync:
+            yield sync
+    except InstepError as error:
+        advise(error)
+        raise
 
 
 @contextmanager
@@ -109,16 +126,6 @@ def interruptible(urls: Sequence[str], end: Callable[[], None]) -> Iterator[None
         say("interrupted; what each engine serves now:")
         for row in settled(urls):
             say(f"  {row}")
-        raise
-
-
-@contextmanager
-def spoken() -> Iterator[None]:
-    """An error comes with what a command line can do about it."""
-    try:
-        yield
-    except InstepError as error:
-        advise(error)
         raise
 
 

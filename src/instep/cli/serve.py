@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from instep.cli.serve_checks import check, check_host
+from instep.cli.serve_checks import check, check_host, check_servers
 from instep.cli.start_signals import ending_at_once
 from instep.engine.http_token import take_token
 from instep.errors import ConfigError
@@ -38,8 +38,9 @@ def serve(
     instep_catch_up
         Not ready before the engine has caught up: a checkpoint directory to load, or `trainer` to wait for a trainer's push.
     """
-    if instep_catch_up not in (None, TRAINER) and not Path(instep_catch_up).is_dir():
-        raise ConfigError(f"--instep-catch-up takes a directory or `{TRAINER}`, not {instep_catch_up}")
+    if instep_catch_up not in (None, TRAINER) and not any(Path(instep_catch_up).glob("*.safetensors")):
+        text = f"--instep-catch-up takes a directory of safetensors files or `{TRAINER}`"
+        raise ConfigError(f"{text}, not {instep_catch_up}")
     token = take_token()
     check(model, flags, token)
     args = parsed([model, *flags])
@@ -74,15 +75,7 @@ def parsed(arguments: list[str]) -> Namespace:
 
 def prepare(args: Namespace, token: str | None) -> None:
     """Adds what trainers need. Raises `ConfigError` for settings with which they could not push, or anybody could."""
-    if (getattr(args, "api_server_count", None) or 1) > 1:
-        raise ConfigError(
-            "instep serve has one API server: others would not know which version is served", next_step="--api-server-count 1"
-        )
-    for flag in ("grpc", "data_parallel_multi_port_external_lb"):
-        if getattr(args, flag, False):
-            raise ConfigError(f"instep serve cannot push to a server with --{flag.replace('_', '-')}")
-    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
-        raise ConfigError("instep serve needs vLLM's front end in Python: unset VLLM_USE_RUST_FRONTEND")
+    check_servers(vars(args))
     if not args.headless:
         args.api_server_count = 1
         args.middleware = [*args.middleware, CONTROL]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ def check(model: str, flags: Sequence[str], token: str | None) -> None:
     flags: vLLM's. What they leave to a file (`--config`) is looked at when vLLM has read it.
     """
     given = _given(flags)
+    check_servers(given)
     if "hf_token" not in given and not os.environ.get("VLLM_USE_MODELSCOPE"):
         check_model(model)
     if "headless" in given or "uds" in given:
@@ -32,6 +33,20 @@ def check(model: str, flags: Sequence[str], token: str | None) -> None:
         check_host(given["host"])
     if not file or {"host", "port"} <= given.keys():
         check_port(given.get("host", "" if token else "127.0.0.1"), given.get("port", PORT))
+
+
+def check_servers(given: Mapping[str, Any]) -> None:
+    """given: vLLM's flags by their names, as text or as vLLM has parsed them."""
+    count = str(given.get("api_server_count") or 1)
+    if count.isdigit() and int(count) > 1:
+        text = "instep serve has one API server: others would not know which version is served"
+        raise ConfigError(text, next_step="--api-server-count 1")
+    for flag in ("grpc", "data_parallel_multi_port_external_lb"):
+        if given.get(flag):
+            raise ConfigError(f"instep serve cannot push to a server with --{flag.replace('_', '-')}")
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        text = "instep serve needs vLLM's front end in Python"
+        raise ConfigError(text, next_step="unset VLLM_USE_RUST_FRONTEND")
 
 
 def check_model(model: str) -> None:
@@ -70,9 +85,10 @@ def check_port(host: str, port: str) -> None:
 def _given(flags: Sequence[str]) -> dict[str, Any]:
     """Those of vLLM's flags that matter here and are given. vLLM takes `_` for `-` in their names."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
-    for name in ("--host", "--port", "--uds", "--config", "--hf-token"):
+    for name in ("--host", "--port", "--uds", "--config", "--hf-token", "--api-server-count"):
         parser.add_argument(name, nargs="?")
-    parser.add_argument("--headless", action="store_true")
+    for name in ("--headless", "--grpc", "--data-parallel-multi-port-external-lb"):
+        parser.add_argument(name, action="store_true")
     found = vars(parser.parse_known_args([_dashed(flag) for flag in flags])[0])
     return {name: value for name, value in found.items() if value is not None}
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from instep.cli import DIGESTS_DIFFER, FAILED, NOT_ALL_COMPARED, PARTLY
-from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise
+from instep.cli.checkpoints import CANARY, CANARY_BOUND, Checkpoint, Urls, advise, connected
 from instep.cli.hub import found
-from instep.engine import Engine, connect
+from instep.engine import Engine
 from instep.errors import InstepError
 from instep.verify import Verified
 from instep.verify import verify as compare
@@ -44,7 +44,7 @@ def verify(model: str, /, *, engine: Urls, canary: bool = False, json: bool = Fa
     json
         Print the result as JSON on stdout.
     """
-    engines = [connect(url) for url in engine]  # what is wrong with them is said before a model is downloaded
+    engines = connected(engine)  # what is wrong with them is said before a model is downloaded
     source = Checkpoint(found(model))
     if canary:
         source.score(list(CANARY))  # what is missing for it is said first
