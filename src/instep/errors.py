@@ -2,6 +2,7 @@
 
     InstepError
       ConfigError         a wrong argument; nothing was touched
+        MissingExtra      ... because a package of an extra is not installed; an `ImportError` too
       SourceError         the trainer's tensors could not be read, or changed while they were read
       PlanError           source and engine disagree about names, shapes or dtypes; no byte has moved
       VersionConflict     the version was served before, or does not follow what the engine serves
@@ -74,6 +75,10 @@ class InstepError(Exception):
 
 class ConfigError(InstepError):
     """A wrong argument. Nothing was touched."""
+
+
+class MissingExtra(ConfigError, ImportError):
+    """A package is not installed that one of instep's extras brings. Nothing was touched."""
 
 
 class SourceError(InstepError):

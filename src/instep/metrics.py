@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from instep.extras import needed_by
+
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 """Seconds. A pause of a small model on one GPU is some milliseconds, a first push of a large one minutes."""
 
@@ -16,7 +18,8 @@ class Metrics:
     """One set in one registry."""
 
     def __init__(self, registry: Any) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
+        with needed_by("Prometheus metrics"):
+            from prometheus_client import Counter, Gauge, Histogram
 
         named = {"registry": registry}
         self.seconds = Histogram("instep_sync_duration_seconds", "Duration of each phase of a push", ["phase"], buckets=BUCKETS, **named)
@@ -43,9 +46,10 @@ _made: WeakKeyDictionary[Any, Metrics] = WeakKeyDictionary()
 def metrics(registry: Any = None) -> Metrics:
     """Those of a registry (default: prometheus_client's own), always the same: it refuses a second metric of one name.
 
-    Raises `ModuleNotFoundError` without `prometheus_client`.
+    Raises `MissingExtra` without the extra `metrics`.
     """
-    from prometheus_client import REGISTRY
+    with needed_by("Prometheus metrics"):
+        from prometheus_client import REGISTRY
 
     registry = registry or REGISTRY
     if registry not in _made:

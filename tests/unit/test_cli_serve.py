@@ -13,7 +13,7 @@ from asgi import TOKEN
 from instep.engine import http_token
 
 Run = Callable[..., tuple[int, str, str]]
-IMPORTED = "this command needs vllm"
+IMPORTED = "this command needs the package vllm"
 """What is said where nothing else was wrong."""
 
 

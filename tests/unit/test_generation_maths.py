@@ -70,6 +70,6 @@ def test_a_process_ends_by_itself_when_nobody_can_ask_it_any_more(slow: Maths) -
 
 def test_without_math_verify_the_verifier_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maths, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="math-verify") as error:
+    with pytest.raises(ConfigError, match="math_verify") as error:
         Maths()
     assert 'pip install "instep[generation]"' in str(error.value)

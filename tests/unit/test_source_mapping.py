@@ -118,4 +118,4 @@ except ConfigError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "reading a checkpoint directory needs safetensors\n  next: pip install safetensors\n"
+    assert done.stdout == 'reading a checkpoint needs the package safetensors\n  next: pip install "instep[cli]"\n'

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from instep.errors import ConfigError
+from instep.extras import needed_by
 
 ShapesName = Literal["tiny", "smollm2-135m", "qwen3-0.6b", "qwen3-8b", "qwen3-moe", "llama-70b/tp8"]
 
@@ -50,7 +51,8 @@ def check(name: str) -> str:
 
 def config(name: str) -> Any:
     """The configuration of transformers."""
-    from transformers import AutoConfig
+    with needed_by("the benchmark"):
+        from transformers import AutoConfig
 
     return AutoConfig.for_model(**SHAPES[check(name)], max_position_embeddings=1024, dtype="bfloat16")
 
@@ -64,7 +66,9 @@ def folder(name: str, path: Path) -> Path:
 def model(name: str, seed: int, device: str) -> Any:
     """A model of transformers in bfloat16 with random weights, large enough for greedy tokens to depend on them."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    with needed_by("the benchmark"):
+        from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with torch.device(device):

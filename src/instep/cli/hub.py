@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instep.errors import ConfigError
+from instep.extras import needed_by
 
 FILES = ("*.safetensors", "*.safetensors.index.json", "*.json")
 CONFIGS = ("config.json", "params.json")
@@ -21,13 +22,10 @@ def found(model: str, files: Sequence[str] = FILES) -> Path:
     """
     if Path(model).exists():
         return Path(model)
-    try:
+    with needed_by(f"{model} is no directory, and a Hub id"):
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils.tqdm import disable_progress_bars
-    except ImportError as error:
-        text = f"{model} is no directory, and a Hub id needs huggingface_hub"
-        raise ConfigError(text, next_step="pip install huggingface_hub") from error
     if not sys.stderr.isatty():
         disable_progress_bars()
     unanswered = None

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from instep.engine.http_token import SET_IT, token_of, turned_away
 from instep.engine.http_url import Place, place
-from instep.errors import WORDS, ConfigError
+from instep.errors import WORDS
+from instep.extras import needed_by
 
 State = Literal["serving", "paused", "waiting", "dirty", "refused", "unreachable"]
 
@@ -54,10 +55,8 @@ class Row(msgspec.Struct, frozen=True):
 
 def ask(urls: Sequence[str]) -> list[Row]:
     """One row for each URL, in order, within `DEADLINE`. Raises `ConfigError` for a URL that is none."""
-    try:
+    with needed_by("an engine's URL"):
         import httpx  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError("an engine's URL needs httpx", next_step='pip install "instep[http]"') from error
     places = [place(url) for url in urls]
     token = token_of()
 

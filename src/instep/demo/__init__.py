@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from instep.errors import ConfigError
+from instep.extras import require
 
 if TYPE_CHECKING:
     from instep.demo.loop import Learn
@@ -50,22 +51,19 @@ def run(
         raise ConfigError("the demo runs on Ray or over HTTP, not both")
     if steps is not None and steps < 1:
         raise ConfigError(f"steps must be at least 1, not {steps}")
+    require("the demo", "demo", *(("ray", "generation") if ray else ()))
     set_environment(model)
-    try:
-        from instep.demo import loop
+    from instep.demo import loop
 
-        learn: Learn = loop.learn
-        if ray:
-            from instep.demo import ray_loop
+    learn: Learn = loop.learn
+    if ray:
+        from instep.demo import ray_loop
 
-            learn = ray_loop.learn
-        elif http:
-            from instep.demo import http_engine
+        learn = ray_loop.learn
+    elif http:
+        from instep.demo import http_engine
 
-            learn = partial(loop.learn, start=http_engine.start)
-    except ModuleNotFoundError as error:
-        extras = "demo,ray,generation" if ray else "demo,http" if http else "demo"
-        raise ConfigError(f"the demo needs {error.name}", next_step=f'pip install "instep[{extras}]"') from error
+        learn = partial(loop.learn, start=http_engine.start)
     return loop.demo(model, steps or 12, seed, out, json, learn)
 
 

@@ -25,6 +25,7 @@ from instep.dropin.handles import SEGMENT, device_id, mine, rebuild_ipc, share
 from instep.dropin.rounds import Rounds
 from instep.dropin.together import as_instep
 from instep.errors import PlanError, TransportError, by_name
+from instep.extras import needed_by
 from instep.protocol import Fault, TensorMeta, WorkerReceipt, decode, encode
 from instep.source import device_of, open_source
 from instep.transport.shm import Segment
@@ -82,7 +83,8 @@ class ColocateSender:
 
     def get_zmq_handles(self) -> dict[str, str]:
         """An address for the worker, in a folder that no other user can enter. It serves one update."""
-        import zmq
+        with needed_by("a ColocateSender"):
+            import zmq
 
         self.close()
         with ExitStack() as stack:

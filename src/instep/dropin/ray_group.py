@@ -13,6 +13,7 @@ import torch
 
 from instep.dropin.communicator import Communicator, join
 from instep.errors import ConfigError
+from instep.extras import needed_by
 
 BACKEND = "INSTEP"
 WANTED: dict[str, tuple[Any, ...]] = {}
@@ -24,11 +25,9 @@ def join_with_ray(host: str, port: int, rank: int, world_size: int, device: torc
 
     Raises `ConfigError` outside of Ray's actors and tasks.
     """
-    try:
+    with needed_by("use_ray=True"):
         import ray
         from ray.util import collective
-    except ImportError as error:
-        raise ConfigError("use_ray=True needs Ray", next_step="pip install 'instep[ray]', or leave use_ray out") from error
     if not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
         raise ConfigError(
             "use_ray=True works between Ray actors or tasks, and this process is neither",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from instep.errors import SyncError
+from instep.extras import needed_by
 from instep.source import open_source
 from instep.source.names import canonical
 
@@ -30,7 +31,8 @@ def weights(model: torch.nn.Module, stage: int, whole: bool, sending: bool) -> I
 
 
 def _gathered(params: list[torch.nn.Parameter]) -> Any:
-    import deepspeed
+    with needed_by("a trainer with ZeRO 3"):
+        import deepspeed
 
     return deepspeed.zero.GatheredParameters(params)
 

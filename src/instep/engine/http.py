@@ -21,6 +21,7 @@ from instep.engine.http_url import place
 from instep.engine.rpc import RemoteEngine
 from instep.engine.tcp import LoopThread
 from instep.errors import ConfigError, EngineLost
+from instep.extras import needed_by
 from instep.protocol import decode, encode
 
 REPEATABLE = ("hello", "trace", "prepare", "ready", "accept", "status", "abort", "digest")
@@ -56,10 +57,8 @@ class HttpRpc:
     """
 
     def __init__(self, url: str, token: str | None = None, *, transport: Any = None) -> None:
-        try:
+        with needed_by("an engine's URL"):
             import httpx
-        except ModuleNotFoundError as error:
-            raise ConfigError("an engine's URL needs httpx", next_step='pip install "instep[http]"') from error
         url, self.name, local = place(url)
         token = checked(token) if token else token_of()
         self.client = httpx.AsyncClient(

@@ -8,11 +8,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from instep.errors import PlanError
+from instep.extras import needed_by
 from instep.receiver import MERGED
 from instep.receiver.adapter import AdapterHost
+
+with needed_by("an adapter in vLLM"):
+    from safetensors.torch import save_file
 
 Saved = tuple[Mapping[str, torch.Tensor], str]
 """Tensors and the configuration, as peft saves them."""

@@ -38,7 +38,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from instep.config import Config
 from instep.engine.member import Member
@@ -46,8 +45,16 @@ from instep.engine.vllm_guard import refuse_while
 from instep.engine.vllm_peers import Peers, receiver_of
 from instep.engine.vllm_worker import WorkerExtension
 from instep.errors import ConfigError, SyncError, VersionConflict
+from instep.extras import needed_by
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import CommitRequest, Manifest, Request, decode, encode
+
+with needed_by("vLLM's weight-transfer backend"):
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
 
 logger = logging.getLogger("instep")
 T = TypeVar("T")

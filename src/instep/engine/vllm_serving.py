@@ -11,6 +11,7 @@ from instep.engine import Engine
 from instep.engine.serving import KVCacheInfo, ModelDims, Sampled
 from instep.engine.vllm import EXTENSION, AsyncVllmEngine
 from instep.errors import ConfigError, EngineDirty, EngineLost, GenerationError
+from instep.extras import needed_by
 
 FORCED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: a trainer divides by the temperature too
@@ -29,9 +30,10 @@ async def start_vllm(model: str, **arguments: Any) -> VllmServing:
 
     arguments: those of `vllm.AsyncEngineArgs`. What its log-probabilities mean is not a choice: they are those of the sampled distribution.
     """
-    from vllm import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with needed_by("start_vllm()"):
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
 
     if wrong := [name for name, value in FORCED.items() if arguments.get(name, value) != value]:
         raise ConfigError(f"an actor needs {', '.join(f'{name}={FORCED[name]!r}' for name in wrong)}")

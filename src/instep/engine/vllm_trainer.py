@@ -15,13 +15,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
 from instep.config import Config
 from instep.engine.vllm_plugin import NAME
 from instep.engine.vllm_publisher import WeightPublisher
 from instep.errors import ConfigError
+from instep.extras import needed_by
 from instep.protocol import TensorMeta, dtype_name
+
+with needed_by("vLLM's trainer engine"):
+    from vllm.distributed.weight_transfer.base import (
+        TrainerInitInfo,
+        TrainerWeightTransferEngine,
+        WeightSource,
+    )
 
 
 @dataclass

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from instep.errors import ConfigError
+from instep.extras import needed_by
 from instep.generation.tools import ToolDefinition, ToolOutput
 
 SHOWN = 500
@@ -35,10 +35,8 @@ class HttpTool:
         pause: float = 0.5,
         max_bytes: int = 1 << 20,
     ) -> None:
-        try:
+        with needed_by("an HttpTool"):
             import aiohttp
-        except ImportError as error:
-            raise ConfigError("an HttpTool needs the package aiohttp", next_step='pip install "instep[generation]"') from error
         self.definition = definition
         self.url = url
         self.method = method

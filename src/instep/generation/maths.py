@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from instep.errors import ConfigError
+from instep.extras import missing
 from instep.generation.verifiers import Answer
 
 WORKER = Path(__file__).with_name("maths_worker.py")
@@ -37,7 +37,7 @@ class Maths:
 
     def __init__(self, *, seconds: float = 5.0, memory: int = 1 << 31, processes: int = 2) -> None:
         if find_spec("math_verify") is None:
-            raise ConfigError("Maths needs the package math-verify", next_step='pip install "instep[generation]"')
+            raise missing("Maths", "math_verify")
         self.seconds = seconds
         self.memory = memory
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="instep-maths")

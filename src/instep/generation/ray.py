@@ -18,12 +18,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from instep.engine.vllm_serving import start_vllm
 from instep.errors import ConfigError, EngineTimeout
+from instep.extras import needed_by
 from instep.generation.manager import ActorManager
 from instep.generation.placement import bundles, places
 from instep.generation.queues import Queue
@@ -32,6 +29,16 @@ from instep.generation.ray_queues import RolloutQueues
 from instep.generation.rewards import RewardConfig
 from instep.generation.types import GenerationResult, PromptRequest
 from instep.transport.group import both_ends
+
+with needed_by("a fleet of actors"):
+    import ray
+    from ray.util.placement_group import (
+        PlacementGroup,
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 __all__ = ["ActorManager", "GenerationResult", "LLMRayActor", "PromptRequest", "RewardConfig", "RolloutQueues", "create_vllm_engines"]
 

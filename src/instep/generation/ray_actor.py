@@ -7,10 +7,9 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-import ray
-
 from instep.engine import CachePolicy
 from instep.engine.serving import KVCacheInfo, ModelDims, Serving
+from instep.extras import needed_by
 from instep.generation.actor import LLMActor
 from instep.generation.follower import Status
 from instep.generation.manager import ActorStatus
@@ -18,6 +17,9 @@ from instep.generation.ray_metrics import ActorMetrics
 from instep.generation.types import GenerationResult, PromptId, PromptRequest
 from instep.generation.work import BEAT
 from instep.protocol import Method
+
+with needed_by("a fleet of actors"):
+    import ray
 
 GROUPS = {"control": 32, "generation": 4096}
 """Calls of one actor that may run at the same time, by group."""

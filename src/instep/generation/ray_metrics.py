@@ -5,10 +5,12 @@ A rate over `instep_tokens` is tokens per second. Each actor's numbers are tagge
 
 from __future__ import annotations
 
-from ray.util.metrics import Counter, Gauge
-
+from instep.extras import needed_by
 from instep.generation.ledger import LedgerSizes
 from instep.generation.manager import ActorStatus
+
+with needed_by("a fleet of actors"):
+    from ray.util.metrics import Counter, Gauge
 
 GAUGES = {
     "prompts": "prompts under way, from taking them to handing over their result",

@@ -15,13 +15,15 @@ import queue
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-import ray
-
 from instep.errors import InstepError
+from instep.extras import needed_by
 from instep.generation.ledger import Ledger, LedgerSizes
 from instep.generation.ray_metrics import QueueMetrics
 from instep.generation.types import GenerationResult, PromptRequest, Split
 from instep.generation.work import BEAT
+
+with needed_by("a fleet of actors"):
+    import ray
 
 T = TypeVar("T")
 

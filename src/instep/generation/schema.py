@@ -6,17 +6,16 @@ import json
 from typing import Any
 
 from instep.errors import ConfigError
+from instep.extras import needed_by
 
 
 class Arguments:
     """Checks the arguments of one tool. `schema` is a JSON schema of an object. Raises `ConfigError` where it is not."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        try:
+        with needed_by("a tool"):
             from jsonschema import validators
             from jsonschema.exceptions import SchemaError
-        except ImportError as error:
-            raise ConfigError("tools need the package jsonschema", next_step='pip install "instep[generation]"') from error
         if schema.get("type", "object") != "object":
             raise ConfigError(f"a tool takes an object of named arguments, not {schema['type']!r}")
         kind = validators.validator_for(schema)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from instep.errors import ConfigError, SourceError
+from instep.extras import needed_by
 from instep.protocol import TensorMeta, dtype_name
 from instep.source.names import natural_key
 from instep.source.tensors import check
@@ -30,10 +31,8 @@ class CheckpointSource:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        try:
+        with needed_by("reading a checkpoint"):
             import safetensors  # noqa: F401
-        except ImportError as error:
-            raise ConfigError("reading a checkpoint directory needs safetensors", next_step="pip install safetensors") from error
         self._files()
 
     def metadata(self) -> list[TensorMeta]:

@@ -23,6 +23,7 @@ import torch
 
 from instep.digest import digest
 from instep.errors import ConfigError, SourceError, TransportError
+from instep.extras import needed_by
 from instep.forked import close, keep
 from instep.plan.routes import check_metadata
 from instep.protocol import TensorMeta
@@ -45,7 +46,8 @@ def write(directory: Path, source: Source, version: str) -> None:
     Raises `SourceError` where the trainer changed its weights meanwhile, `ConfigError` where another writer is at work, `TransportError`
     where the disk does not take it: the versions that were there are there still.
     """
-    from safetensors import SafetensorError
+    with needed_by("a double buffer"):
+        from safetensors import SafetensorError
 
     try:
         with locked(directory):
@@ -127,7 +129,8 @@ class Buffer:
     """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
+        with needed_by("a double buffer"):
+            from safetensors import SafetensorError, safe_open
 
         self.path = path
         self._open = ExitStack()

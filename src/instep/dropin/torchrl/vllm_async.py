@@ -11,13 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from torchrl.modules.llm.backends.vllm import vllm_async
 
 from instep.dropin.torchrl.receiver import JOIN, Joining
 from instep.engine import connect
 from instep.engine.rpc import Endpoint, outcome
 from instep.engine.vllm import EXTENSION
 from instep.errors import ConfigError
+from instep.extras import needed_by
+
+with needed_by("TorchRL's AsyncVLLM"):
+    from torchrl.modules.llm.backends.vllm import vllm_async
 
 
 class EngineActor(vllm_async._AsyncLLMEngine):  # type: ignore[misc]
@@ -47,7 +50,8 @@ class AsyncVLLM(vllm_async.AsyncVLLM):  # type: ignore[misc]
     """
 
     def __init__(self, engine_args: Any, num_replicas: int = 1, actor_class: Any = None, enable_prefix_caching: bool | None = None) -> None:
-        import ray
+        with needed_by("TorchRL's AsyncVLLM"):
+            import ray
 
         actor_class = actor_class or ray.remote(num_cpus=0, num_gpus=0)(EngineActor)
         super().__init__(engine_args, num_replicas, actor_class, enable_prefix_caching)

