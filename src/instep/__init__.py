@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from instep.source.adapter import Adapter as Adapter
     from instep.sync import WeightSync as WeightSync
 
+    __version__: str
+
 _HOMES = {
     "Adapter": "instep.source.adapter",
     "MemoryEngine": "instep.engine.memory",
@@ -29,6 +31,8 @@ __all__ = ["Adapter", "MemoryEngine", "Receipt", "TransformersEngine", "WeightSy
 
 def __getattr__(name: str) -> Any:
     """Loads a public name on first use: `instep --help` must not wait for torch."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version(__name__)
     if name not in _HOMES:
         raise AttributeError(f"module 'instep' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

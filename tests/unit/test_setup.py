@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+import instep
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "setup.py"
 NOT_FOUND = "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
 CONFLICT = "ERROR: ResolutionImpossible: for help visit the page on dependency resolution\n"
@@ -204,3 +206,10 @@ def test_the_constraints_have_every_package_of_the_extras() -> None:
     wanted = {re.match(r"[\w-]+", one)[0] for one in named} - {"instep"}  # type: ignore[index]
     pinned = (SCRIPT.parents[1] / "constraints.txt").read_text()
     assert {name for name in wanted if f"\n{name}==" not in pinned} == set()
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]
+    assert instep.__version__ == project["version"]
+    changelog = (SCRIPT.parents[1] / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (\S+) - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE)[0] == project["version"]
