@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 
@@ -17,23 +16,23 @@ from instep.protocol import CommitRequest, Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
 from instep.session import Session
 from instep.source import Look, check_unchanged
-from instep.telemetry import Event, logger
+from instep.telemetry import Account, Event
 from instep.transport import Placed, Published, at_rest
 
 
-class Push:
-    """One push of one version. Keeps the time of each step."""
+class Push(Account):
+    """One push of one version."""
 
     def __init__(self, session: Session, version: str) -> None:
+        super().__init__(version, session.sinks)
         self.session = session
-        self.version = version
-        self.seconds: dict[str, float] = {}
         # Of the current version, until another is published.
         self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
         self.finished: Published | None = None  # `published`, once it has its digests
         self.look: Look | None = None  # at the source, of this moment: nothing was waited for since
         self.trusting = False  # the engines are taken to be as the last push has left them
         self.alone = False  # a single one is prepared in the commit
+        self.committing: Manifest | None = None  # an engine may have it
         self.done: Receipt | None = None
         self.started = time.perf_counter()
         session.transport.begin()
@@ -74,7 +73,8 @@ class Push:
             return list(members)
         self.look, self.trusting = None, False
         with self.phase("connect"):
-            await session.fleet.each(members, Member.hello)
+            await session.fleet.hello(hurry=session.config.require == "any")
+        session.fleet.check_apart()
         return self._remaining(members)
 
     async def plan(self, members: Sequence[Member], tensors: list[TensorMeta]) -> list[TensorMeta]:
@@ -181,27 +181,39 @@ class Push:
 
         Hence the manifest: an engine that was not prepared and has refused, with nothing lost, is asked why, as any other.
         """
-        session = self.session
         done = await self._commit(members, manifest)
         if self.alone and members[0].failure and members[0].serving == "old":
             members, manifest = await self.prepare(*await self._ask(manifest))
             done = await self._commit(members, manifest)
         if done:
-            session.current, session.published = manifest, self.published
-            session.stamp, session.expected = self.stamp, self.expected
-            session.remember(self.version)
+            self._keep(manifest)
         self._remaining(members)
         return done, manifest
 
     async def _commit(self, members: Sequence[Member], manifest: Manifest) -> dict[str, EngineReceipt]:
         session, published = self.session, self.published
         assert published is not None
+        self.committing = manifest
         with self.phase("commit"):
             request = CommitRequest(self.version, {} if session.transport.late else self.digests(), published.launch, hold=True)
             async with session.transport.serving("commit") as sending:
                 return await session.fleet.each(
                     members, lambda member: sending.unless(member.commit(manifest, request, session.config.caches, self.digests))
                 )
+
+    def _keep(self, manifest: Manifest) -> None:
+        """An engine serves this version: it is the current one."""
+        session = self.session
+        session.current, session.published = manifest, self.published
+        session.stamp, session.expected = self.stamp, self.expected
+        session.remember(self.version)
+
+    async def break_off(self) -> None:
+        """However a push ended before its end: engines go on or refuse, and their leases are over."""
+        fleet, manifest = self.session.fleet, self.committing
+        await fleet.settle(self.version)
+        if manifest is not None and any(member.has(self.version) for member in fleet.members):
+            self._keep(manifest)
 
     def digests(self) -> dict[str, int]:
         """Of what was published. On a GPU they are taken while the engines prepare and pull."""
@@ -280,19 +292,3 @@ class Push:
             if nbytes == everything or nbytes - told >= everything / 100:
                 self.tell(Event("bytes", self.version, "publish", nbytes, everything))
                 told = nbytes
-
-    def tell(self, event: Event) -> None:
-        for sink in self.session.sinks:
-            try:
-                sink(event)
-            except Exception:  # who listens to a push must not end it half way
-                logger.exception("a sink failed at %s of %s", event.kind, self.version)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.tell(Event("phase", self.version, name))
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

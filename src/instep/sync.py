@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from instep.config import Caches, Config, Require, TransportName, check_version
-from instep.engine import connect
 from instep.engine.fleet import Fleet
 from instep.engine.member import Member
-from instep.errors import ConfigError, EngineState, InstepError, VersionConflict
+from instep.errors import ConfigError, EngineState, InstepError, TransportError, VersionConflict
 from instep.forked import Own
 from instep.ranks.follow import Follower
 from instep.ranks.roles import Lead, role
 from instep.receipt import Receipt
 from instep.session import Session
+from instep.shielded import to_the_end
 from instep.source.adapter import adapter_of
 from instep.source.guarded import Guarded
 from instep.steps import Push
@@ -71,8 +71,9 @@ class WeightSync:
         check_engines(engines)
         self._role = role(source, config, engines=bool(engines))
         if isinstance(self._role, Lead):
-            fleet = Fleet([connect(engine) for engine in engines], uuid.uuid4().hex, timeout, adapter_of(self._role.source))
+            fleet = Fleet(engines, uuid.uuid4().hex, timeout, adapter_of(self._role.source))
             self._session = Session(config, Guarded(self._role.source), fleet, self._role.transport, (log, *sinks))
+        self._closed = False
         self._busy = threading.Lock()  # a push is running
         self._asking = threading.Lock()  # somebody talks to the engines
 
@@ -87,12 +88,16 @@ class WeightSync:
         return _run(self.apush(version, base=base))
 
     async def apush(self, version: str, *, base: str | None = None) -> Receipt:
-        """`push` for asyncio. The weights must not change before it returns."""
+        """`push` for asyncio. The weights must not change before it returns.
+
+        Cancelled, it takes up to ten seconds more (or `timeout`, where that is less): no engine is
+        left paused, each goes on with one whole version or refuses.
+        """
         check_version(version)
         self._own.check("WeightSync")
         if isinstance(self._role, Follower):
-            return await asyncio.to_thread(self._role.follow, "push", version)
-        async with self._exclusive("push", version) as push:
+            return await self._follow(self._role, "push", version)
+        async with self._alone(), self._pushing("push", version) as push:
             tensors = push.describe()
             members = await push.connect()
             tensors = await push.plan(members, tensors)
@@ -106,6 +111,7 @@ class WeightSync:
 
         engine: a new engine, in this and every later push. It takes the place and the name of one that has died.
         Raises `VersionConflict` where no version is held: nothing was pushed yet, or the last push reached no engine.
+        Raises `ConfigError` for an engine that is listed already, unless it has died.
         """
         return _run(self.acatch_up(engine))
 
@@ -113,23 +119,22 @@ class WeightSync:
         """`catch_up` for asyncio."""
         self._own.check("WeightSync")
         if isinstance(self._role, Follower):
-            return await asyncio.to_thread(self._role.follow, "catch_up", "")
-        if engine is not None:
-            new = connect(engine)
-            await self.astatus()  # who has died is known once it was asked
-            self._session.fleet.replace_lost(new)
-        current = self._session.to_be_had()
-        async with self._exclusive("catch_up", current.version if current else "") as push:
-            if current is None:
-                raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
-            manifest = structs.replace(current, base=None)  # an engine that is behind need not serve its base
-            behind = [member for member in await push.connect() if member.behind(manifest.version)]
-            await push.plan(behind, manifest.tensors)
-            if manifest.location.live:
-                manifest = push.publish(behind, manifest.tensors, None)
-            ready, manifest = await push.prepare(behind, manifest)
-            done, manifest = await push.commit(ready, manifest)
-            return await push.receipt(done, manifest)
+            return await self._follow(self._role, "catch_up", "")
+        async with self._alone():
+            if engine is not None:
+                await self._session.fleet.take_in(engine)
+            current = self._session.to_be_had()
+            async with self._pushing("catch_up", current.version if current else "") as push:
+                if current is None:
+                    raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
+                manifest = structs.replace(current, base=None)  # an engine that is behind need not serve its base
+                behind = [member for member in await push.connect() if member.behind(manifest.version)]
+                await push.plan(behind, manifest.tensors)
+                if manifest.location.live:
+                    manifest = push.publish(behind, manifest.tensors, None)
+                ready, manifest = await push.prepare(behind, manifest)
+                done, manifest = await push.commit(ready, manifest)
+                return await push.receipt(done, manifest)
 
     def status(self) -> tuple[EngineState, ...]:
         """What each engine serves, asked now; while a push is running, what was last heard. Nothing on ranks that have no engines."""
@@ -151,15 +156,27 @@ class WeightSync:
     def close(self) -> None:
         """Frees the shared memory and lets other trainers in. Engines go on serving what they serve.
 
-        Does nothing in a child that was forked: all of it is the parent's.
+        Waits for a push that runs in another thread. May be called twice. Does nothing in a child
+        that was forked: all of it is the parent's.
+
+        Raises `ConfigError` where a push is running and an event loop runs in this thread, which
+        that push may need: nothing is closed then.
         """
         if not self._own.here():
             return
-        if isinstance(self._role, Lead) and not self._busy.locked():
-            self._session.fleet.part()
-        self._role.close()
-        if isinstance(self._role, Lead):
-            self._session.current = None
+        if not self._busy.acquire(blocking=not _loop_runs()):
+            raise ConfigError(
+                "a push is running: it reads from the memory that would be freed",
+                next_step="await it, or cancel it and await that, before close()",
+            )
+        try:
+            self._closed = True
+            if isinstance(self._role, Lead):
+                self._session.fleet.part()
+                self._session.current = None
+            self._role.close()
+        finally:
+            self._busy.release()
 
     def __enter__(self) -> WeightSync:
         return self
@@ -168,24 +185,45 @@ class WeightSync:
         self.close()
 
     @asynccontextmanager
-    async def _exclusive(self, call: str, version: str) -> AsyncIterator[Push]:
+    async def _alone(self) -> AsyncIterator[None]:
+        """Around all that asks engines for more than their status, or changes who is listed."""
         if not self._busy.acquire(blocking=False):
             raise ConfigError("a push is running already: one WeightSync makes one push at a time")
         try:
+            if self._closed:
+                raise TransportError("the WeightSync was closed", next_step="make a new one")
             while not self._asking.acquire(blocking=False):  # noqa: ASYNC110
                 await asyncio.sleep(0.003)  # until `status` has its answer, which may be in another thread
-            push = Push(self._session, version)
-            assert isinstance(self._role, Lead)
             try:
-                async with self._role.leading(call, version, lambda: push.done):
-                    yield push
-            except InstepError as error:
-                push.tell(Event("failed", version, error=error))
-                raise
+                yield
             finally:
                 self._asking.release()
         finally:
             self._busy.release()
+
+    @asynccontextmanager
+    async def _pushing(self, call: str, version: str) -> AsyncIterator[Push]:
+        """One push. However it ends, by an error, cancelled or interrupted: each engine serves one
+        whole version, or refuses, and others may push to it."""
+        push = Push(self._session, version)
+        assert isinstance(self._role, Lead)
+        try:
+            async with self._role.leading(call, version, lambda: push.done):
+                try:
+                    yield push
+                except GeneratorExit:  # its event loop is no more: nobody could be asked
+                    raise
+                except BaseException:
+                    with suppress(asyncio.CancelledError):  # it ends as it was to end
+                        await to_the_end(push.break_off, times=3)
+                    raise
+        except InstepError as error:
+            push.tell(Event("failed", version, error=error))
+            raise
+
+    async def _follow(self, role: Follower, call: str, version: str) -> Receipt:
+        """In a thread, which cannot be cancelled: the next call must not meet it."""
+        return await to_the_end(lambda: asyncio.to_thread(role.follow, call, version))
 
 
 def check_engines(engines: Any) -> None:
@@ -197,11 +235,18 @@ def check_engines(engines: Any) -> None:
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    with suppress(RuntimeError):  # there is none, as usual; what a push raises must not look as if this had led to it
-        asyncio.get_running_loop()
+    if _loop_runs():
         coroutine.close()
         raise ConfigError(
             "an event loop is running in this thread",
             next_step="use what is for asyncio: `await sync.apush(...)`, `await sync.acatch_up(...)`, `await sync.astatus()`",
         )
     return asyncio.run(coroutine)
+
+
+def _loop_runs() -> bool:
+    """Whether an event loop runs in this thread."""
+    with suppress(RuntimeError):
+        asyncio.get_running_loop()
+        return True
+    return False

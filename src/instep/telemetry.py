@@ -6,8 +6,10 @@ sync = WeightSync(model, [llm], sinks=[progress_bar(), prometheus()])
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +35,30 @@ class Event:
 
 
 Sink = Callable[[Event], None]
+
+
+class Account:
+    """Tells of a push as it goes, and keeps the time of each step."""
+
+    def __init__(self, version: str, sinks: Sequence[Sink]) -> None:
+        self.version, self.sinks = version, sinks
+        self.seconds: dict[str, float] = {}
+
+    def tell(self, event: Event) -> None:
+        for sink in self.sinks:
+            try:
+                sink(event)
+            except Exception:  # who listens to a push must not end it half way
+                logger.exception("a sink failed at %s of %s", event.kind, self.version)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.tell(Event("phase", self.version, name))
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 def log(event: Event) -> None:

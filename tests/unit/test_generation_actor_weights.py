@@ -107,6 +107,24 @@ def test_a_drain_that_takes_too_long_leaves_the_engine_at_work_with_what_it_has(
         sync.push("v3")
 
 
+def test_a_drain_that_its_trainer_has_given_up_on_does_not_outlast_the_resume(fleet: Fleet) -> None:
+    """What a trainer in another process has asked for goes on here when nobody waits for it."""
+    serving = FakeServing("abcdef", hold=3)
+    actor = fleet.actor(serving, inflight_updates=False)
+    future = actor.submit(fleet.ask("slow"))
+    wait(lambda: serving.running)
+    pausing = threading.Thread(target=lambda: asyncio.run(actor.pause("keep")))
+    resuming = threading.Thread(target=lambda: asyncio.run(actor.resume()))
+    pausing.start()
+    wait(lambda: actor.status().closed == ["update"])
+    resuming.start()
+    serving.release()
+    for thread in (pausing, resuming):
+        thread.join(SOON)
+    assert future.result(SOON)
+    assert (actor.status().closed, serving.weights.paused) == ([], False)
+
+
 def test_stopping_while_a_push_drains_ends_both(fleet: Fleet) -> None:
     serving = FakeServing("abcdef", hold=3)
     actor = fleet.actor(serving, inflight_updates=False)

@@ -204,7 +204,7 @@ def test_an_engine_alone_that_was_restarted_is_brought_along(alone: Any) -> None
     vars(engine).update(vars(engine.restart(START)))
     fill(source, TWO)
     sync.push("two")
-    assert engine.calls[:6] == ["at once", "reserve", "pause", "commit", "resume", "abort"]
+    assert engine.calls[:7] == ["at once", "reserve", "pause", "commit", "resume", "resume", "abort"]
     assert (engine.version, engine.paused, same(engine, TWO)) == ("two", False, True)
 
 

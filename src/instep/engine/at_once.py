@@ -3,6 +3,7 @@
 call("reserve"), pause(caches) ── call("commit") ── each worker has proved what it took?
    ├─ yes ─────────────────────────────────────────── label(version), resume(), call("abort")
    ├─ no, but they have together: call("accept") ──── the same
+   ├─ no, and they serve what they served ─────────── resume()
    └─ no: it stays paused, the trainer decides
 """
 
@@ -42,6 +43,8 @@ async def step_by_step(engine: Engine, payload: bytes, caches: CachePolicy, vers
         await engine.label(version)
         await engine.resume()
         await engine.call("abort", beside(payload))
+    elif unchanged(answers):
+        await engine.resume()
     return answers
 
 
@@ -51,6 +54,14 @@ def goes_on(answers: Sequence[bytes]) -> bool:
     answers: encoded replies.
     """
     return _all(decode(answer, Reply) for answer in answers)
+
+
+def unchanged(answers: Sequence[bytes]) -> bool:
+    """Whether workers have refused a commit, and serve one version: nobody need decide whether the
+    engine may go on, and whoever could may have gone."""
+    replies = [decode(answer, Reply) for answer in answers]
+    one = len({reply.version for reply in replies}) == 1
+    return one and all(reply.fault and reply.state == "serving" for reply in replies)
 
 
 def beside(payload: bytes, body: Any = None) -> bytes:

@@ -6,26 +6,37 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from itertools import combinations
+from typing import Any, TypeVar
 
-from instep.engine import Engine
+from instep.engine import connect
+from instep.engine.known import HURRY
 from instep.engine.member import Member
-from instep.errors import EngineLost, EngineState, EngineTimeout, InstepError
+from instep.errors import ConfigError, EngineLost, EngineState, EngineTimeout, InstepError
 from instep.protocol import AdapterConfig
+from instep.shielded import to_the_end
 
 T = TypeVar("T")
-HURRY = 1.0  # seconds for an engine that has let a deadline pass already
 OFTEN = 4  # times in the seconds after which silence is taken for death
+PATIENCE = 10.0
+"""Seconds, at most, for an engine to say what it holds after a push was broken off."""
 
 
 class Fleet:
     """Asks all members at once; the slowest takes no longer than its timeout."""
 
-    def __init__(self, engines: Sequence[Engine], session: str, timeout: float, adapter: AdapterConfig | None = None) -> None:
+    def __init__(self, engines: Sequence[Any], session: str, timeout: float, adapter: AdapterConfig | None = None) -> None:
+        """engines: whatever `connect` takes. Raises `ConfigError` as it does."""
         self.session, self.timeout, self.adapter = session, timeout, adapter
-        self.members = [Member(engine, session, timeout, adapter) for engine in engines]
+        self.members: list[Member] = []
+        self.members = [self._member(engine) for engine in engines]
         self.showing: set[asyncio.Task[None]] = set()
         self._tell_apart()
+
+    def _member(self, given: Any) -> Member:
+        # Its requests follow those to an engine whose place it takes: it may be the same one.
+        seq = max((member.seq for member in self.members), default=0)
+        return Member(connect(given), self.session, self.timeout, self.adapter, seq, given=given)
 
     def _tell_apart(self) -> None:
         taken: set[str] = set()
@@ -34,20 +45,35 @@ class Fleet:
                 member.engine.name = f"{member.name}-{index}"
             taken.add(member.name)
 
-    def replace_lost(self, engine: Engine) -> None:
-        """Adds an engine and forgets those that died; it takes over the name of the first of them."""
+    async def take_in(self, engine: Any) -> None:
+        """Adds an engine and forgets those that died; it takes over the name of the first of them.
+
+        Raises `ConfigError` for one that is listed already and has not died.
+        """
+        new = self._member(engine)
+        await self.each(self.members, Member.hello)  # who has died is known once it was asked
         lost = [member for member in self.members if isinstance(member.failure, EngineLost)]
+        stay = [member for member in self.members if member not in lost]
+        await self.each([new], Member.hello)
+        for member in stay:
+            if member.is_given(engine) or member.shares_workers(new):
+                raise ConfigError(f"{member.name} is listed already", next_step="catch_up() without an engine brings it along")
         if lost:
-            engine.name = lost[0].name
-        self.members = [member for member in self.members if member not in lost] + [
-            Member(engine, self.session, self.timeout, self.adapter)
-        ]
+            new.engine.name = lost[0].name
+        self.members = [*stay, new]
         self._tell_apart()
+
+    def check_apart(self) -> None:
+        """Raises `ConfigError` where two of the list turn out to be one engine, as two URLs of a server are."""
+        for member, other in combinations(self.members, 2):
+            if member.shares_workers(other):
+                raise ConfigError(f"{member.name} and {other.name} are one engine: it is listed twice", next_step="list it once")
 
     async def each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]]) -> dict[str, T]:
         """The results by engine name. A member that fails keeps its error in `failure`.
 
-        Those that are done before others are shown that their trainer lives.
+        Those that are done before others are shown that their trainer lives. Raises what is no
+        `InstepError` when the others have been cancelled and are over.
         """
         waiting: list[Member] = []
         showing = asyncio.create_task(self._show(waiting))
@@ -76,8 +102,33 @@ class Fleet:
             done.append(member)
             return result
 
-        results = await asyncio.gather(*(one(member) for member in members))
+        tasks = [asyncio.ensure_future(one(member)) for member in members]
+        try:
+            results = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await to_the_end(lambda: _over(tasks), times=2)
+            raise
         return {member.name: result for member, result in zip(members, results, strict=True) if member.failure is None}  # type: ignore[misc]
+
+    async def hello(self, *, hurry: bool) -> None:
+        """Asks all members. hurry: the others need not wait for one that has let a deadline pass."""
+
+        async def one(member: Member) -> None:
+            with member.hurried(when=hurry and isinstance(member.failure, EngineTimeout)):
+                await member.hello()
+
+        await self.each(self.members, one)
+
+    async def settle(self, version: str) -> None:
+        """After a push of `version` was broken off: no engine is left paused, and none with a lease.
+
+        Ends a second after `PATIENCE`, or after the timeout where that is less.
+        """
+        limit = min(self.timeout, PATIENCE)
+        left = [member for member in self.members if member.unsettled()]
+        await asyncio.gather(*(member.settle(version, limit) for member in left))
 
     async def withdraw(self, members: Sequence[Member]) -> None:
         """Other trainers may push to these engines, whose workers have prepared a version or not. Failures stay what they are."""
@@ -101,3 +152,8 @@ class Fleet:
 
     def states(self) -> tuple[EngineState, ...]:
         return tuple(member.state() for member in self.members)
+
+
+async def _over(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)

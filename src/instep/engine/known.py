@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
 
 from instep.engine import Engine
-from instep.errors import EngineState, InstepError, Serving
+from instep.errors import EngineLost, EngineState, InstepError, Serving, by_name
 from instep.plan.routes import Plan
-from instep.protocol import AdapterConfig, Identity, Manifest, Withdrawn
+from instep.protocol import AdapterConfig, Identity, Manifest, Method, Reply, Request, Withdrawn, decode, encode, raw
+
+T = TypeVar("T")
+HURRY = 1.0  # seconds for an engine that has let a deadline pass already
+LATE = "a commit did not answer in time: it is not known which weights are in place"
 
 
 @dataclass
@@ -37,10 +46,36 @@ class Known:
     phase: str | None = None
     withdrawn: Withdrawn | None = None
     trusted: bool = False  # not asked what it serves now
+    _hurried: bool = False
+    given: Any = None  # what the user has listed
+    under_way: bool = False  # a commit has begun, and has not ended in one way or another
 
     @property
     def name(self) -> str:
         return self.engine.name
+
+    @property
+    def patience(self) -> float:
+        """Seconds that it may take for each answer."""
+        return min(self.timeout, HURRY) if self._hurried else self.timeout
+
+    @contextmanager
+    def hurried(self, *, when: bool = True) -> Iterator[None]:
+        """For an engine that has let a deadline pass already."""
+        before, self._hurried = self._hurried, when
+        try:
+            yield
+        finally:
+            self._hurried = before
+
+    def is_given(self, engine: Any) -> bool:
+        """Whether a user means this one by `engine`."""
+        both = isinstance(engine, str) and isinstance(self.given, str)
+        return engine is self.given or (both and engine.rstrip("/") == self.given.rstrip("/"))
+
+    def shares_workers(self, other: Known) -> bool:
+        mine = {worker.incarnation for worker in self.workers}
+        return not mine.isdisjoint(worker.incarnation for worker in other.workers)
 
     def state(self) -> EngineState:
         failure = self.failure.args[0] if self.failure else None
@@ -49,6 +84,10 @@ class Known:
 
     def behind(self, version: str) -> bool:
         return self.version != version or self.serving != "old"
+
+    def has(self, version: str) -> bool:
+        """Whether it serves this version, for all that is known."""
+        return self.version == version and self.serving in ("old", "new")
 
     def planned(self, signature: str) -> bool:
         """Whether there is a plan for tensors with this signature."""
@@ -66,3 +105,31 @@ class Known:
     def in_place(self, manifest: Manifest) -> bool:
         """Whether it is trusted still, and finds these bytes where it found them last."""
         return self.trusted and self.address == manifest.location.address
+
+    def _request(self, body: Any) -> bytes:
+        self.seq += 1
+        return encode(Request(self.seq, self.session, raw(body), self.adapter.number if self.adapter else 0))
+
+    def _told(self, method: Method, kind: type[T], answers: Sequence[bytes]) -> list[T]:
+        """What workers answered, noted. Raises as `call` does."""
+        try:
+            replies = sorted((decode(data, Reply) for data in answers), key=lambda reply: reply.rank)
+            if not replies or any(reply.seq != self.seq for reply in replies):
+                raise EngineLost(f"{self.name} answered {method} out of step: its workers lost count of its requests")
+            self._note(replies)
+            return [decode(reply.body, kind) for reply in replies]
+        except (msgspec.DecodeError, TypeError, EngineLost) as error:
+            self.serving = "unknown"
+            raise error if isinstance(error, EngineLost) else EngineLost(f"{self.name} sent no valid reply to {method}: {error}") from error
+
+    def _note(self, replies: Sequence[Reply]) -> None:
+        """What the engine serves, from its workers' replies. Raises the first fault among them."""
+        self.trusted = False
+        versions = {reply.version for reply in replies}
+        mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state != "serving" for reply in replies)
+        self.serving, self.version = ("dirty", self.version) if mixed else ("old", replies[0].version)
+        for reply in replies:
+            if reply.fault is not None:
+                where = f"{self.name} rank {reply.rank}" if len(replies) > 1 else self.name
+                kind, fault = by_name(reply.fault.kind), reply.fault
+                raise kind(f"{where}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)

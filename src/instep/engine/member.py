@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec import structs
 
 from instep.engine import UNLABELLED, CachePolicy
 from instep.engine.at_once import AtOnce, goes_on
-from instep.engine.known import Known
+from instep.engine.known import LATE, Known
 from instep.errors import (
     ApplyError,
     EngineBusy,
@@ -22,7 +21,6 @@ from instep.errors import (
     InstepError,
     SyncError,
     VersionConflict,
-    by_name,
 )
 from instep.plan.routes import check_arrivals, check_sums, prove
 from instep.protocol import (
@@ -33,37 +31,31 @@ from instep.protocol import (
     Manifest,
     Method,
     PrepareRequest,
-    Reply,
-    Request,
     TensorMeta,
     TraceRequest,
     WorkerPlan,
     WorkerReceipt,
-    decode,
-    encode,
-    raw,
 )
 from instep.receipt import EngineReceipt
 
 T = TypeVar("T")
 Digests = Callable[[], dict[str, int]]
 POLL = 0.003
-LATE = "a commit did not answer in time: it is not known which weights are in place"
 
 
 class Member(Known):
     """One engine, as it is asked."""
 
     async def bounded(self, phase: str, action: Awaitable[T]) -> T:
-        """Waits for an engine no longer than the timeout. Whatever else it raises is an `EngineLost`: it is not known what it did."""
+        """Waits for an engine no longer than its patience. Whatever else it raises is an `EngineLost`: it is not known what it did."""
         self.phase = phase
         try:
-            async with asyncio.timeout(self.timeout):
+            async with asyncio.timeout(self.patience):
                 return await action
         except TimeoutError as error:
             self.phase, self.serving = phase, "unknown"
             why = f": {error}" if error.args else ""
-            raise EngineTimeout(f"{self.name} did not answer {phase} within {self.timeout:g} s{why}") from None
+            raise EngineTimeout(f"{self.name} did not answer {phase} within {self.patience:g} s{why}") from None
         except EngineLost:
             self.serving, self.incarnation, self.plan = "unknown", None, None
             self.holding.clear()
@@ -81,34 +73,6 @@ class Member(Known):
         """
         phase = "prepare" if method == "ready" else method  # `ready` asks how far `prepare` is
         return self._told(method, kind, await self.bounded(phase, self.engine.call(method, self._request(body))))
-
-    def _request(self, body: Any) -> bytes:
-        self.seq += 1
-        return encode(Request(self.seq, self.session, raw(body), self.adapter.number if self.adapter else 0))
-
-    def _told(self, method: Method, kind: type[T], answers: Sequence[bytes]) -> list[T]:
-        """What workers answered, noted. Raises as `call` does."""
-        try:
-            replies = sorted((decode(data, Reply) for data in answers), key=lambda reply: reply.rank)
-            if not replies or any(reply.seq != self.seq for reply in replies):
-                raise EngineLost(f"{self.name} answered {method} out of step: its workers lost count of its requests")
-            self._note(replies)
-            return [decode(reply.body, kind) for reply in replies]
-        except (msgspec.DecodeError, TypeError, EngineLost) as error:
-            self.serving = "unknown"
-            raise error if isinstance(error, EngineLost) else EngineLost(f"{self.name} sent no valid reply to {method}: {error}") from error
-
-    def _note(self, replies: Sequence[Reply]) -> None:
-        """What the engine serves, from its workers' replies. Raises the first fault among them."""
-        self.trusted = False
-        versions = {reply.version for reply in replies}
-        mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state != "serving" for reply in replies)
-        self.serving, self.version = ("dirty", self.version) if mixed else ("old", replies[0].version)
-        for reply in replies:
-            if reply.fault is not None:
-                where = f"{self.name} rank {reply.rank}" if len(replies) > 1 else self.name
-                kind, fault = by_name(reply.fault.kind), reply.fault
-                raise kind(f"{where}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)
 
     async def hello(self) -> list[Identity]:
         """Who is there and what it serves. Raises `VersionConflict` where another trainer has pushed in between."""
@@ -147,9 +111,9 @@ class Member(Known):
 
     async def condemn(self, reason: str) -> None:
         """The engine must not generate until a push heals it."""
-        phase = self.phase
+        phase, silent = self.phase, self.serving == "unknown"
         self.serving, self.condemned = "dirty", reason
-        with suppress(InstepError):  # the error that led here is the one to tell
+        with suppress(InstepError), self.hurried(when=silent):  # the error that led here is the one to tell
             await self.bounded("refuse", self.engine.refuse(reason))
         self.serving, self.phase = "dirty", phase
 
@@ -210,12 +174,14 @@ class Member(Known):
         """
         started = time.perf_counter()
         self.attempted.add(manifest.version)
-        before, self.condemned = self.condemned, self.condemned or LATE  # until its end is known; a push may be cancelled before that
+        before, self.condemned = self.condemned, self.condemned or LATE  # until its end is known
+        self.under_way = True
         try:
             receipts, on = await self._commit(manifest, request, caches, digests)
             if not on:
                 await self._prove(manifest, receipts, digests)
             self.serving, self.version, self.pushed, self.holding = "new", manifest.version, manifest.version, set()
+            self.condemned = LATE  # and healed: whatever it was condemned for is over
             if not on:
                 await self.bounded("label", self.engine.label(manifest.version))
                 await self.bounded("resume", self.engine.resume())
@@ -230,10 +196,12 @@ class Member(Known):
                 await self._let_go()
             else:
                 await self._after_failed_commit(manifest, error, hold=request.hold)
+            self.under_way = False
             if isinstance(error, SyncError):
                 raise
             told = vars(error).get("next_step")  # a class's own may not hold any more
             raise SyncError(str(error.args[0]), tensor=error.tensor, next_step=told) from error
+        self.under_way = False
         return EngineReceipt.of(self.name, time.perf_counter() - started, receipts)
 
     async def _commit(
@@ -283,3 +251,28 @@ class Member(Known):
         if self.serving != "unknown" and hold:
             await self._let_go()
         self.phase = phase
+
+    def unsettled(self) -> bool:
+        """Whether it was left in the middle of a commit, or with a version that it has prepared."""
+        return self.under_way or bool(self.holding and self.failure is None)
+
+    async def settle(self, version: str, limit: float) -> None:
+        """After a push of `version` was broken off: has the engine go on with the whole version
+        that it holds, or refuse where it holds none, or does not say within `limit` seconds. Ends
+        its lease."""
+        try:
+            async with asyncio.timeout(limit):
+                await self._settle(version)
+        except Exception:  # it is asked again before anything else
+            if self.under_way and self.condemned:
+                self.serving = "unknown"
+                await self.condemn(self.condemned or LATE)
+                self.serving = "unknown"
+        self.under_way = False
+
+    async def _settle(self, version: str) -> None:
+        await self.abort()  # what is on its way changes nothing any more
+        if self.condemned not in (None, LATE):  # a push was to heal it, or it was about to be told
+            await self.condemn(self.condemned)
+        elif self.under_way and not any(identity.busy for identity in await self.hello()) and self.condemned:
+            await self.condemn(f"the push of {version} was broken off in its commit")

@@ -13,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from instep.engine import CachePolicy, Engine
-from instep.engine.member import LATE, Member
+from instep.engine.known import LATE
+from instep.engine.member import Member
+from instep.engine.turns import Turns
 from instep.errors import ConfigError, EngineLost, EngineTimeout, InstepError, by_name
 from instep.protocol import Fault, Method, Reply, Request, decode, encode, raw
 
@@ -161,6 +163,7 @@ class Endpoint:
         """Why the engine must not generate."""
         self.running = 0
         self.lock = threading.Lock()  # requests may come on several event loops
+        self.turns = Turns()
         self.timer: threading.Timer | None = None
 
     async def answer(self, method: str, payload: bytes, seconds: float | None = None) -> bytes:
@@ -193,29 +196,49 @@ class Endpoint:
         if method not in ARGUMENTS:
             raise ConfigError(f"unknown method {method!r}")
         args = msgspec.msgpack.decode(payload, type=ARGUMENTS[method])
-        if method == "call" and args[0] == "commit" and not self.paused:
-            raise EngineTimeout(f"it was left paused for more than {self.timeout:g} s in the middle of a push, and went on without it")
-        if method == "pause":
-            self.paused = True  # also where the pause comes late or fails: to resume once too often does no harm
-        if method == "refuse" and args[0] is not None:
+        step = args[0] if method == "call" else method
+        if step == "refuse" and args[0] is not None:
             self.refusal = args[0]  # also where that fails
         try:
-            async with asyncio.timeout(seconds or self.timeout):
+            async with asyncio.timeout(seconds or self.timeout), self._in_turn(step, args):
                 result = await getattr(self.engine, method)(*args)
+                await self._done(step, args, result, seconds)
         except (TimeoutError, EngineLost):
-            if method == "call" and args[0] == "prepare":
+            if step == "prepare":
                 self.session = self.session or decode(args[1], Request).session  # for all that is known
             raise
-        if method == "call" and args[0] in ("prepare", "abort"):
-            self._note(args[0], decode(args[1], Request).session, result, seconds)
-        elif method == "label":
+        return result
+
+    @asynccontextmanager
+    async def _in_turn(self, step: str, args: Any) -> AsyncIterator[None]:
+        if step == "commit":
+            async with self.turns.commit(decode(args[1], Request).session, self._check_paused):
+                yield
+        elif step in ("pause", "label", "resume"):
+            async with self.turns.change(beside_commit=step == "pause"):
+                # Also where the pause comes late or fails: to resume once too often does no harm.
+                self.paused = self.paused or step == "pause"
+                yield
+        else:
+            yield
+
+    def _check_paused(self) -> None:
+        if not self.paused:
+            raise EngineTimeout(f"it was left paused for more than {self.timeout:g} s in the middle of a push, and went on without it")
+
+    async def _done(self, step: str, args: Any, result: Any, seconds: float | None) -> None:
+        """Notes what a request has changed."""
+        if step == "abort":
+            self.turns.call_off(decode(args[1], Request).session)
+        if step in ("prepare", "abort"):
+            self._note(step, decode(args[1], Request).session, result, seconds)
+        elif step == "label":
             self.brought = args[0]
-        elif method == "resume":
+        elif step == "resume":
             self.paused, self.version = False, self.brought
             await self._let_go()
-        elif method == "refuse":
+        elif step == "refuse":
             self.refusal = args[0]
-        return result
 
     async def _let_go(self) -> None:
         """The trainer's push is over, also where it does not live to say so."""
@@ -223,7 +246,7 @@ class Endpoint:
             member, self.session = Member(self.engine, self.session, self.timeout), None
             await _forget(member)
 
-    def _note(self, method: Method, session: str, answers: Sequence[bytes], seconds: float | None) -> None:
+    def _note(self, method: str, session: str, answers: Sequence[bytes], seconds: float | None) -> None:
         """Whose the workers are now."""
         if method == "prepare" and any(decode(answer, Reply).fault is None for answer in answers):
             self.session, self.timeout = session, seconds or self.timeout
@@ -247,7 +270,8 @@ class Endpoint:
                 return
             member = Member(self.engine, self.session or "", self.timeout, condemned=LATE)
             paused, self.paused, self.session = self.paused and self.refusal is None, False, None
-        asyncio.run(self._go_on(member) if paused else _forget(member))
+        with self.turns.lock:
+            asyncio.run(self._go_on(member) if paused else _forget(member))
 
     async def _go_on(self, member: Member) -> None:
         reason = "its trainer went away in the middle of a push"

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from instep.engine import UNLABELLED
-from instep.engine.at_once import accepted, beside, goes_on, proved_together, refused
+from instep.engine.at_once import accepted, beside, goes_on, proved_together, refused, unchanged
 from instep.engine.vllm import reaches_workers
 from instep.protocol import Identity, Reply, Request, decode, encode
 
@@ -64,4 +64,6 @@ def _commit(core: Any, payload: bytes, version: str) -> list[bytes]:
             core.set_weight_version(version)
         core.resume_scheduler()
         core.collective_rpc("instep_call", args=("abort", beside(payload)))
+    elif unchanged(answers):
+        core.resume_scheduler()
     return answers

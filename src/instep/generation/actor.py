@@ -90,7 +90,7 @@ class LLMActor(Follower):
         self.drain_timeout = drain_timeout
         self.url: str | None = None
         self._serving: Serving | None = None
-        self._background = Background(name, self._failed)
+        self._background, self._turn = Background(name, self._failed), asyncio.Lock()
         settings = Settings(
             prompt_queue, results_queue, eval_results_queue, actor_manager, max_staleness, max_samples, await_weights, observer
         )

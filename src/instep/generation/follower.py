@@ -33,6 +33,7 @@ class Follower:
     _serving: Serving | None
     _client: EngineClient
     _work: Work
+    _turn: asyncio.Lock
 
     # What a `WeightSync` calls, from a loop of its own
 
@@ -40,13 +41,13 @@ class Follower:
         return await self._aside(lambda serving: serving.weights.call(method, payload))
 
     async def pause(self, caches: CachePolicy) -> None:
-        await self._aside(lambda serving: self._pause(serving, caches))
+        await self._in_turn(lambda serving: self._pause(serving, caches))
 
     async def resume(self) -> None:
-        await self._aside(self._resume)
+        await self._in_turn(self._resume)
 
     async def label(self, version: str) -> None:
-        await self._aside(lambda serving: self._label(serving, version))
+        await self._in_turn(lambda serving: self._label(serving, version))
 
     async def score(self, token_ids: list[int]) -> list[float]:
         return await self._aside(lambda serving: serving.weights.score(token_ids))
@@ -161,6 +162,16 @@ class Follower:
         if self._serving is None or self._background.closed:
             raise EngineLost(f"{self.name} is closed")
         return self._serving
+
+    async def _in_turn(self, call: Callable[[Serving], Awaitable[T]]) -> T:
+        """One after the other, in the order in which they came: a trainer in another process that
+        has given up on a step asks for the next, while the first one still runs here."""
+
+        async def run(serving: Serving) -> T:
+            async with self._turn:
+                return await call(serving)
+
+        return await self._aside(run)
 
     async def _aside(self, call: Callable[[Serving], Awaitable[T]]) -> T:
         serving = self._started()

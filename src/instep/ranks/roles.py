@@ -18,6 +18,7 @@ from instep.ranks.lead import RankedSource
 from instep.ranks.presence import Presence
 from instep.ranks.transports import RankedTransport
 from instep.receipt import Receipt
+from instep.shielded import to_the_end
 from instep.source import Source, open_source
 from instep.source.adapter import adapter_of
 from instep.transport import host
@@ -43,7 +44,7 @@ class Lead:
         try:
             channel.begin(call, version)
             if isinstance(self.source, RankedSource):  # otherwise nobody is needed, and nobody need come
-                present = [decode(other, Presence) for other in await asyncio.to_thread(channel.ask, "begin")]
+                present = [decode(other, Presence) for other in await to_the_end(lambda: asyncio.to_thread(channel.ask, "begin"))]
                 channel.spread = any(other.host != host() for other in present)
                 for rank, other in enumerate(present, 1):
                     channel.watch.see(rank, other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.errors import EngineBusy
+from instep.errors import EngineBusy, VersionConflict
 
 
 class Lease:
@@ -10,6 +10,7 @@ class Lease:
 
     def __init__(self) -> None:
         self.session: str | None = None
+        self.called_off: tuple[str, int] = ("", 0)  # which trainer has aborted, in which request
         self.version = ""
         self.seconds = self.expires = 0.0
 
@@ -31,6 +32,17 @@ class Lease:
         self.expires = now + self.seconds
         if not hold:
             self.end()
+
+    def call_off(self, session: str, seq: int) -> None:
+        """This trainer's earlier requests are to change nothing any more, also those that come late."""
+        if self.called_off[0] == session:
+            seq = max(seq, self.called_off[1])
+        self.called_off = session, seq
+
+    def check_late(self, session: str, seq: int) -> None:
+        """Raises `VersionConflict` for a request that its trainer has called off meanwhile."""
+        if self.called_off[0] == session and seq < self.called_off[1]:
+            raise VersionConflict("this request comes late: its trainer has aborted the push since")
 
     def end(self) -> None:
         self.session = None

@@ -57,6 +57,7 @@ from instep.receiver.trace import trace
 from instep.transport import Me, Reader, host, open_location, uuid_of
 
 METHODS = get_args(Method)
+WRITES = ("trace", "reserve", "prepare", "commit", "accept")
 RESERVED = 60.0  # seconds, where no trainer has told its own
 
 
@@ -91,6 +92,8 @@ class Receiver(Serves):
                 return self.of_adapter(request.adapter).handle(method, encode(structs.replace(request, adapter=0)))
             if method not in METHODS:
                 raise ConfigError(f"unknown method {method!r}")
+            if method in WRITES:
+                self.lease.check_late(request.session, seq)
             self.check_awake(method)
             body = getattr(self, "status" if method == "hello" else method)(request)
         except Exception as error:
@@ -269,6 +272,7 @@ class Receiver(Serves):
 
     def abort(self, request: Request) -> None:
         """Forgets what this trainer prepared, and ends its lease. Safe to repeat; a dirty worker stays dirty."""
+        self.lease.call_off(request.session, request.seq)
         if self.lease.session == request.session:
             self._give_up()
 
