@@ -10,6 +10,7 @@ from rank_failures import FAILURES
 from rank_ipc import IPC
 from rank_models import make, plain
 from rank_rest import REST
+from rank_torn import TORN
 from rank_ways import WAYS, opened
 from source_models import saved
 
@@ -22,7 +23,7 @@ RANK = int(os.environ["RANK"])
 def play(case: str) -> dict[str, Any]:
     """`case` is `kind/argument/...`."""
     kind, *arguments = case.split("/")
-    cases: dict[str, Callable[..., dict[str, Any]]] = {"push": push, **FAILURES, **REST, **IPC}
+    cases: dict[str, Callable[..., dict[str, Any]]] = {"push": push, **FAILURES, **REST, **IPC, **TORN}
     try:
         return cases[kind](*arguments)
     finally:  # a worker stays in its group as long as its process lives: these are many workers in one process

@@ -186,6 +186,15 @@ class DigestMismatch(SyncError):
         """A tensor that arrived, at `where`, with another digest than the trainer's."""
         return cls(f"{where}: " * bool(where) + f"{name} arrived with digest {got:016x}, the trainer sent {sent:016x}", tensor=name)
 
+    @classmethod
+    def changed(cls, tensor: str) -> DigestMismatch:
+        """The trainer's tensor is another one than when the push began."""
+        return cls(
+            f"the trainer changed its weights while they were sent ({tensor} was read twice and differs)",
+            tensor=tensor,
+            next_step="push again, between optimizer steps: a full update heals a dirty engine",
+        )
+
 
 class CanaryError(SyncError):
     """The engine holds the trainer's bytes but computes something else: derived state was not rebuilt."""

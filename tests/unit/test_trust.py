@@ -27,7 +27,6 @@ from instep.plan.buckets import ALIGN
 from instep.protocol import WorkerReceipt
 from instep.receiver.arrival import Proof, Pulled
 from instep.receiver.stream import Streamed
-from instep.transport import driver
 
 pytestmark = pytest.mark.usefixtures("segments")
 START, ONE, TWO = map(attention, range(3))
@@ -147,9 +146,6 @@ def test_a_commit_at_once_that_is_refused_leaves_the_engine_as_it_was() -> None:
         assert (engine.paused, same(engine, ONE)) == (False, True)
 
 
-ONLY_IPC = pytest.mark.parametrize("alone", [("ipc", 1), ("ipc", 2)], indirect=True)
-
-
 @pytest.fixture(params=product(["ipc", "nccl"], [1, 2]), ids=lambda param: f"{param[0]}, {param[1]} workers")
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WeightSync, AtOnceEngine, dict[str, Any]]]:
     """A trainer, and the only engine that it pushes to. The bytes are moved in the commit."""
@@ -240,16 +236,6 @@ def test_an_engine_alone_that_does_not_serve_the_base_keeps_what_it_serves(alone
     with pytest.raises(VersionConflict, match="follows 'zero', but the engine serves 'one'"):
         sync.push("two", base="zero")
     assert (engine.version, engine.paused, same(engine, ONE)) == ("one", False, True)
-
-
-@ONLY_IPC
-def test_where_the_trainers_sums_are_late_it_compares_them_itself(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync, engine, source = alone
-    monkeypatch.setattr(driver, "read", lambda _, nbytes: bytes(nbytes))  # of no launch
-    fill(source, TWO)
-    sync.push("two")
-    assert (engine.version, engine.paused, engine.calls[-3:]) == ("two", False, ["label", "resume", "abort"])
-    assert same(engine, TWO)
 
 
 def test_an_engine_whose_sums_differ_is_not_resumed(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

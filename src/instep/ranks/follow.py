@@ -16,7 +16,8 @@ from instep.ranks.gather import Join, Meeting, Stretch, give
 from instep.ranks.ipc import Expose, PartSums, Shared, Sharing
 from instep.ranks.presence import Presence, presence
 from instep.ranks.run import Run
-from instep.ranks.segment import Sums, Window, Write, sum_up, write
+from instep.ranks.segment import Sums, Window, Write, compare, sum_up, write
+from instep.ranks.standing import Standing
 from instep.receipt import Receipt
 from instep.source import unchanged
 from instep.source.sharded import Description, ShardedModule, Told
@@ -58,6 +59,7 @@ class Follower:
         self.channel = channel
         if module is not None:
             self.module = module
+            self.standing = Standing(module)
         self.meeting, self.window, self.sharing = Meeting(channel), Window(), Sharing()
         self.shared: Description | None = None
         self.given: tuple[list[Piece], list[Piece]] = ([], [])
@@ -101,10 +103,17 @@ class Follower:
         """The dtypes in which stretches will be asked for."""
         self.runs[False] = self._run(decode(body, list[TensorMeta]), self.given[0])
 
+    def note(self, _: msgspec.Raw) -> None:
+        self.standing.note([*self.given[0], *self.given[1]])
+
+    def check(self, _: msgspec.Raw) -> None:
+        self.standing.check()
+
     def write(self, body: msgspec.Raw) -> None:
         wanted = decode(body, Write)
         run = self._run(wanted.tensors, self.given[0])
         view = self.window.open(wanted.segment, run.size)
+        self.standing.note(self.given[1])
         with unchanged(self.module):
             write(run, self.channel.rank, self.module.memory, view)
         self.written = (run, view)
@@ -112,6 +121,8 @@ class Follower:
     def sum_up(self, _: msgspec.Raw) -> Sums:
         assert self.written is not None
         (run, view), self.written = self.written, None
+        compare(run, self.channel.rank, self.module.memory, view)
+        self.standing.check()
         return sum_up(view, run, self.channel.rank, self.channel.size)
 
     def expose(self, body: msgspec.Raw) -> Shared:
@@ -139,6 +150,6 @@ class Follower:
         self.channel.close()
 
     answers: ClassVar[dict[str, Callable[[Follower, msgspec.Raw], Any]]] = {
-        "begin": begin, "describe": describe, "share": share, "send": send, "write": write, "sum": sum_up, "expose": expose, "sums": sums,
-        "join": join, "give": give,
+        "begin": begin, "describe": describe, "share": share, "send": send, "note": note, "check": check, "write": write, "sum": sum_up,
+        "expose": expose, "sums": sums, "join": join, "give": give,
     }  # fmt: skip

@@ -132,6 +132,8 @@ class SharedIpc(IpcTransport):
         unshared = source.made.union(own.unshared, *(other.unshared for other in others))
         if last is None or last.own is not own or last.marks != marks or last.staged.keys() != unshared:
             self.laid = last = self._share(run, own, marks, unshared)
+        if last.staged:
+            source.note()
         self._stage(run, last.staged)
         last.exposed.launch()
         channel.tell("sums")
@@ -144,6 +146,8 @@ class SharedIpc(IpcTransport):
         yield self
         if step == "prepare":
             self.summed = self._summed()
+            if self.laid is not None and self.laid.staged:
+                self.source.check()
 
     def _summed(self) -> Published:
         """Every rank has summed up its parts meanwhile."""

@@ -12,6 +12,7 @@ from instep.protocol import TensorMeta, decode
 from instep.ranks.channel import Channel
 from instep.ranks.gather import Meeting, Stretch, lists, take_all
 from instep.ranks.run import Run
+from instep.ranks.standing import Standing
 from instep.source.sharded import Description, ShardedModule, Told
 from instep.transport import at_rest
 
@@ -24,7 +25,7 @@ class RankedSource:
 
     def __init__(self, module: ShardedModule, channel: Channel) -> None:
         self.module, self.channel = module, channel
-        self.meeting = Meeting(channel)
+        self.meeting, self.standing = Meeting(channel), Standing(module)
         self.descriptions: list[Description] = []
         self.runs: dict[bool, Run] = {}
         self._made: dict[str, torch.Tensor] = {}
@@ -55,6 +56,18 @@ class RankedSource:
         self.runs = {False: Run(own.tensors, dict(enumerate(given))), True: Run(own.parts, dict(enumerate(parts)))}
         names = [[sorted({piece.tensor for piece in some}) for some in both] for both in zip(given, parts, strict=True)]
         self.channel.ask("share", names)
+
+    def note(self) -> None:
+        """The first look of every rank at what it gives."""
+        self.channel.tell("note")
+        self.standing.note([*self.runs[False].given[0], *self.runs[True].given[0]])
+        self.channel.collect()
+
+    def check(self) -> None:
+        """The second one, when no rank reads any more. Raises `SourceError` where a rank finds something else."""
+        self.channel.tell("check")
+        self.standing.check()
+        self.channel.collect()
 
     def run(self, tensors: list[TensorMeta]) -> Run:
         """The tensors in the dtypes to send, each from the ranks that give it."""
@@ -113,10 +126,16 @@ class RankedSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, gathered one by one: for transports that know no better."""
         run = self.run(self.descriptions[0].tensors)
+        self.note()
         self.channel.ask("send", run.tensors)
         stretches = [Stretch(False, run.offsets[name], run.offsets[name] + meta.nbytes) for name, meta in run.metas.items()]
         for (name, meta), room in zip(run.metas.items(), self.fill(run, self.device, stretches, self._rooms(stretches)), strict=True):
             yield name, room.view(getattr(torch, meta.dtype)).view(meta.shape)
+
+    def again(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Nothing is gathered a second time: every rank looks at its own."""
+        self.check()
+        yield from ((name, None) for name in self.runs[False].metas)
 
     def stamp(self) -> Hashable:
         return self.module.stamp()

@@ -14,6 +14,9 @@ from instep.plan.buckets import layout, padded
 from instep.plan.shards import Piece, within
 from instep.protocol import ITEM_BYTES, TensorMeta
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that stand for the bits of an element: a number that is none is not equal to itself."""
+
 Memory = Callable[[str], torch.Tensor]
 """This rank's part of a live tensor, flat."""
 
@@ -103,6 +106,15 @@ class Run:
         """Copies what `rank`, which is this one, gives of bytes `low` to `high` into `room`, cast to the dtypes of the tensors."""
         for meta, part in self.parts(rank, low, high):
             self.spot(room, low, meta, part).copy_(read(memory(part.live), part))
+
+    def different(self, rank: int, memory: Memory, room: torch.Tensor) -> str | None:
+        """The first tensor of which `rank`, which is this one, has other bytes than `room`, which is the whole run."""
+        for meta, part in self.parts(rank, 0, self.size):
+            there, own = self.spot(room, 0, meta, part), read(memory(part.live), part)
+            bits = BITS[ITEM_BYTES[meta.dtype]]
+            if not torch.equal(there.view(bits), own.to(there.device, there.dtype).view(bits)):
+                return meta.name
+        return None
 
     def clear_gaps(self, room: torch.Tensor, low: int, high: int) -> None:
         """Zeros between the tensors: digests count on them."""

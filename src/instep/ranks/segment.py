@@ -1,7 +1,8 @@
 """A shared segment that every rank of a trainer writes to: each element goes straight from where it lies to its place in the version.
 
 Workers find whole tensors and need to know nothing of shards; the only memory beside the trainer's own is the segment, of which
-each rank fills as much as it gives. Digests are taken of what was written, each rank looking at an equal part of the segment.
+each rank fills as much as it gives. When all have written, each reads what it gave once more and compares (see `transport.again`).
+Digests are taken of what was written, each rank looking at an equal part of the segment.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from instep.digest import BLOCK_BYTES, Bytes, all_flags, all_sums, from_flags, from_sums
-from instep.errors import TransportError
+from instep.errors import SourceError, TransportError
 from instep.protocol import TensorMeta
 from instep.ranks.run import Memory, Run
 from instep.transport.shm import directory
@@ -66,6 +67,12 @@ class Window:
 
 def write(run: Run, rank: int, memory: Memory, view: Bytes) -> None:
     run.put(rank, memory, torch.from_numpy(view), 0, run.size)
+
+
+def compare(run: Run, rank: int, memory: Memory, view: Bytes) -> None:
+    """The second read of what `rank` has written, when all ranks have. Raises `SourceError` where it is something else by now."""
+    if (name := run.different(rank, memory, torch.from_numpy(view))) is not None:
+        raise SourceError.changed(name)
 
 
 def sum_up(view: Bytes, run: Run, rank: int, ranks: int) -> Sums:

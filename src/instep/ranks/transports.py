@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import torch
 
+from instep.errors import InstepError
 from instep.plan.buckets import ALIGN, buckets
 from instep.protocol import Identity, TensorMeta, decode
 from instep.ranks.gather import Stretch
 from instep.ranks.ipc import SharedIpc
 from instep.ranks.lead import RankedSource
-from instep.ranks.segment import Sums, Write, add_up, sum_up, write
-from instep.transport import Transport
+from instep.ranks.segment import Sums, Write, add_up, compare, sum_up, write
+from instep.transport import Placed, Transport
 from instep.transport.auto import AutoTransport
 from instep.transport.broadcast import BroadcastTransport, Values
 from instep.transport.http import HttpTransport
 from instep.transport.shm import Segment, ShmTransport
-from instep.transport.tally import Result
+from instep.transport.tally import Result, Tally
 
 
 class SharedShm(ShmTransport):
@@ -36,11 +37,14 @@ class SharedShm(ShmTransport):
         run = source.run(tensors)
         view = segment.view[: run.size]
         channel.tell("write", Write(segment.name, tensors))
+        source.standing.note(source.runs[True].given[0])
         run.clear_gaps(torch.from_numpy(view), 0, run.size)
         write(run, 0, source.module.memory, view)
         channel.collect()
         source.fill_made(run, torch.from_numpy(view), 0, run.size)
         channel.tell("sum")
+        compare(run, 0, source.module.memory, view)
+        source.standing.check()
         own = sum_up(view, run, 0, channel.size)
         return add_up(run, [own, *(decode(answer, Sums) for answer in channel.collect())])
 
@@ -63,7 +67,17 @@ class Gathering(BroadcastTransport):
         self.step = max(ALIGN, 3 * (self.way.bucket // ALIGN) // 8 * ALIGN)
         self.way = replace(self.way, bucket=self.way.bucket - self.step)
 
-    def _packed(self, tensors: list[TensorMeta], _: Values, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _read(self, tensors: list[TensorMeta], values: Placed) -> None:  # noqa: ARG002
+        self.source.note()
+
+    def _read_again(self, tensors: list[TensorMeta], values: Placed, tally: Tally) -> InstepError | None:  # noqa: ARG002
+        try:
+            self.source.check()
+        except InstepError as error:
+            return error
+        return None
+
+    def _packed(self, tensors: list[TensorMeta], _: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         run = self.source.run(tensors)
         self.source.channel.ask("send", tensors)
         stretches = [Stretch(False, low, high, self.step) for low, high in buckets(run.size, self.way.bucket)]

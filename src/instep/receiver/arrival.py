@@ -102,7 +102,8 @@ class Pulled:
     once = False
 
     def __init__(self, manifest: Manifest, reader: Any, launch: int) -> None:
-        self.address, self.reader, self.launch = manifest.location.address, reader, launch
+        self.address, self.reader = manifest.location.address, reader
+        self.theirs: dict[str, int] = reader.told(launch)  # before anything is pulled, or written
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.parts: dict[str, int] = {}
         self.puller: Puller | None = None  # of direct layers, where there are any
@@ -138,7 +139,7 @@ class Pulled:
         if self.puller is not None:
             check_places(self.puller.copies, applier)
         wholes, parts = self.reader.sums(), self.parts
-        return Proof(len(parts.keys() | wholes.keys()), wholes=wholes, parts=parts, theirs=self.reader.told(self.launch))
+        return Proof(len(parts.keys() | wholes.keys()), wholes=wholes, parts=parts, theirs=self.theirs)
 
     def forget(self) -> None:
         """Nothing is held: tensors are made when they are asked for."""

@@ -24,12 +24,13 @@ from typing import Any, TypeVar
 import torch
 
 from instep.digest_cuda import warm_up
-from instep.errors import InstepError, SourceError, TransportError
+from instep.errors import DigestMismatch, InstepError, SourceError, TransportError
 from instep.plan.buckets import buckets, layout, padded
 from instep.protocol import Identity, Location, TensorMeta
-from instep.transport import Published, Sending, elsewhere, uuid_of
+from instep.transport import Placed, Published, Sending, elsewhere, uuid_of
+from instep.transport.again import check
 from instep.transport.group import Group, address_towards, give_up, serve
-from instep.transport.tally import DeviceTally, HostTally, Result, Tally, described, in_bytes
+from instep.transport.tally import DeviceTally, First, HostTally, Result, Tally, described, in_bytes
 
 T = TypeVar("T")
 Values = Iterable[tuple[str, torch.Tensor]]
@@ -63,7 +64,8 @@ class BroadcastTransport:
         self.local = True
         self.rooms: list[torch.Tensor] = []
         self.tally: DeviceTally | None = None
-        self.waiting: tuple[list[TensorMeta], Values] | None = None
+        self.first: First | None = None
+        self.waiting: tuple[list[TensorMeta], Placed] | None = None
         self.sent: Future[Result] = Future()
         self.running: Future[Any] | None = None
 
@@ -88,19 +90,20 @@ class BroadcastTransport:
         if self.group is None or self.group.broken or self.ranks != self.wanted:
             self._leave()
             self.key, self.ranks = uuid.uuid4().hex, self.wanted
-        if self.device.type == "cuda":
-            self._synchronize()
-        self.waiting, self.sent = (tensors, values), Future()
+        if self.device.type == "cuda":  # the trainer may compute on any stream
+            self._in_time(torch.cuda.synchronize, self.device)
+        self.waiting, self.sent = (tensors, Placed.of(values)), Future()
+        self._read(*self.waiting)
         offsets, size = layout(tensors)
         address = f"{self.key}@{host}@{self.store.port}"
         self.sending = uuid.uuid4().hex
         location = Location(self.backend, address, size, offsets, bucket=self.way.bucket, ranks=self.ranks, sending=self.sending, live=True)
         return Published(location, {})
 
-    def _synchronize(self) -> None:
-        """The trainer may compute on any stream. Raises `TransportError` where its GPU does not come to rest in time."""
+    def _in_time(self, action: Callable[..., object], *arguments: Any) -> None:
+        """Raises `TransportError` where the trainer's GPU does not come to rest in time."""
         try:
-            self.thread.submit(torch.cuda.synchronize, self.device).result(self.timeout)
+            self.thread.submit(action, *arguments).result(self.timeout)
         except TimeoutError:
             raise TransportError(f"the trainer's {self.device} was still busy after {self.timeout:g} s") from None
 
@@ -138,7 +141,7 @@ class BroadcastTransport:
     def close(self) -> None:
         self._leave()
         self.thread.shutdown(wait=False)
-        self.store, self.waiting, self.tally = None, None, None
+        self.store, self.waiting, self.tally, self.first = None, None, None, None
         self.rooms.clear()
 
     def _leave(self) -> None:
@@ -164,7 +167,11 @@ class BroadcastTransport:
                     warm_up(self.device)
                     self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
                 if step == self.way.step:
-                    self.sent.set_result(self._send(self.group))
+                    sent = self._send(self.group)
+                    if isinstance(sent, InstepError):  # the group is sound
+                        self.sent.set_exception(sent)
+                        return sent
+                    self.sent.set_result(sent)
                 elif self.waiting is not None:
                     self._tally(self.waiting[0])  # while engines still generate
         except Exception as error:
@@ -176,7 +183,30 @@ class BroadcastTransport:
             return failure
         return None
 
-    def _send(self, group: Group) -> Result:
+    def _read(self, tensors: list[TensorMeta], values: Placed) -> None:
+        """The first read, where sending is the second one."""
+        if self.way.on_gpu:
+            if self.first is None or self.first.tensors != tensors:
+                self.first = First(tensors, self.device)
+            self._in_time(self._sum_up, values)
+
+    def _sum_up(self, values: Placed) -> None:
+        """In the thread that sends: what it does on the GPU keeps this order."""
+        assert self.first is not None
+        with torch.no_grad(), self._on_device():
+            self.first.take(values)
+
+    def _read_again(self, tensors: list[TensorMeta], values: Placed, tally: Tally) -> InstepError | None:
+        """The second read, where sending was the first one."""
+        if self.first is None:
+            try:
+                check(tensors, values, tally.result()[0])
+            except InstepError as error:
+                return error
+        return None
+
+    def _send(self, group: Group) -> Result | InstepError:
+        """What was sent, or that it was not of one moment: then workers are told sums that none of them has."""
         assert self.waiting is not None
         (tensors, values), self.waiting = self.waiting, None
         group.begin(self.timeout)
@@ -192,14 +222,24 @@ class BroadcastTransport:
         for index, bucket in enumerate(self._packed(tensors, values, room)):
             under_way.append(group.broadcast(bucket))
             tally.add(index, bucket)
+        changed = self._read_again(tensors, values, tally)
         if (sums := tally.told()) is not None:
-            under_way.append(group.broadcast(sums))
+            promised = sums if self.first is None else self.first.told()
+            told = promised + (changed is not None)
+            under_way.append(group.broadcast(told))
         while under_way:
             group.wait(under_way.popleft())
         group.settle()
-        return tally.result()
+        if changed is None and sums is not None:
+            changed = self._different(sums, promised)
+        return changed or tally.result()
 
-    def _packed(self, tensors: list[TensorMeta], values: Values, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _different(self, sent: torch.Tensor, promised: torch.Tensor) -> InstepError | None:
+        assert self.tally is not None
+        slot = next(iter((sent != promised).nonzero().flatten().tolist()), None)
+        return None if slot is None else DigestMismatch.changed(self.tally.own[slot].name)
+
+    def _packed(self, tensors: list[TensorMeta], values: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each bucket when it is filled."""
         return self.tally.pack(values, room) if self.tally else pack(tensors, values, self.way.bucket, room)
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import eq
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from instep.digest import MASK, seed_of
 from instep.errors import SourceError, TransportError
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Pull, Sending, elsewhere
+from instep.transport.again import second
 from instep.transport.exposed import Exposed, located, place_of, whole
 
 T = TypeVar("T")
@@ -49,6 +51,17 @@ class _Layout:
         same = self.tensors == tensors and list(self.places) == list(given)
         return same and all(map(eq, map(place_of, given.values()), self.places.values()))
 
+    def check(self, tensors: list[TensorMeta], values: Placed) -> None:
+        """Reads values again of which workers see a copy. Raises `SourceError` where one is another by now."""
+        shared, different = dict(zip(self.places, self.exposed.memories, strict=True)), dict[str, torch.Tensor]()
+        for meta, value in second(tensors, values):
+            if meta.name in self.staged or place_of(value) != self.places[meta.name]:
+                own = value.to(shared[meta.name].dtype).reshape(-1).view(torch.uint8)
+                different[meta.name] = (own != shared[meta.name].view(torch.uint8)).any()
+        changed = torch.stack(list(different.values())).tolist() if different else []
+        if any(changed):
+            raise SourceError.changed(list(different)[changed.index(True)])
+
 
 class IpcTransport(Pull):
     """The trainer's side. Tensors that are not contiguous, not of the dtype to send, or no whole number of 8-byte words are staged in
@@ -77,13 +90,18 @@ class IpcTransport(Pull):
             layout.exposed.launch()
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        """Of tensors that have not moved since the last time only the digests are taken anew."""
-        place = values.place if isinstance(values, Placed) else None
+        """Of tensors that have not moved since the last time only the digests are taken anew.
+
+        Those sums are the first read, and workers that pull make the second one. Of what is copied or made here workers see the copy:
+        so it is read again here."""
+        read = Placed.of(values)
         layout, hastened, self.hastened = self.layout, self.hastened, False
-        if layout is None or not layout.holds(tensors, place):
-            layout, hastened = self._laid_out(tensors, _by_name(values), place), False
+        if layout is None or not layout.holds(tensors, read.place):
+            layout, hastened = self._laid_out(tensors, _by_name(read), read.place), False
         if not hastened:
             layout.exposed.launch()
+        if read.place is None or layout.staged:
+            layout.check(tensors, read)
         self.layout, self.summed = layout, None
         return Published(layout.location, {}, launch=layout.exposed.launches)
 
@@ -161,11 +179,16 @@ class Beside:
             await asyncio.wait([under_way])  # whoever cleans up after it must not meet it
 
 
-def _by_name(values: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _by_name(values: Placed) -> dict[str, torch.Tensor]:
+    """Raises `TransportError` where a source fills the same memory for one value after the other: workers would all see the last."""
     given: dict[str, torch.Tensor] = {}
-    for name, value in values:
+    for name, value in values.read():
         if given.setdefault(name, value) is not value:
             raise SourceError(f"the source gave {name} twice", tensor=name)
+    ends: list[tuple[int, int, str]] = sorted((value.data_ptr(), value.data_ptr() + value.nbytes, name) for name, value in given.items())
+    for (_, end, one), (start, _, other) in pairwise(ends):
+        if start < end and not values.stays:
+            raise TransportError(f"{one} and {other} were given in the same memory, one after the other: it can only be copied")
     return given
 
 

@@ -15,8 +15,8 @@ from instep.protocol import Manifest, TensorMeta
 from instep.transport import Me, driver
 from instep.transport.exposed import rows_of, run_of
 
-PATIENCE = 0.02
-"""Seconds to wait for a trainer's sums, which were begun before the commit: it can compare them itself."""
+LOOK = 0.0001
+"""Seconds between two looks at a trainer's board."""
 
 OPENED: dict[bytes, int] = {}
 """Handles that this process has mapped, and where. Opening one twice in a process is an error of the driver."""
@@ -38,8 +38,8 @@ class IpcReader:
 
     arrived = split = streams = False
 
-    def __init__(self, manifest: Manifest, _: Me) -> None:
-        self.device = current_gpu()
+    def __init__(self, manifest: Manifest, me: Me) -> None:
+        self.device, self.timeout = current_gpu(), me.timeout
         self.fetches = self.device not in WARM
         self.location = manifest.location
         self.metas = {meta.name: meta for meta in manifest.tensors}
@@ -74,14 +74,21 @@ class IpcReader:
         return {name: value & MASK for name, value in zip(self.pulled, torch.stack(list(self.pulled.values()))[:, 0].tolist(), strict=True)}
 
     def told(self, launch: int) -> dict[str, int]:
-        """The trainer's own sums of a launch, by tensor; none where they cannot be read, or not in time."""
+        """The trainer's own sums of a launch, by tensor, when they are complete; none where they cannot be read.
+
+        Nothing may be pulled before: sums that are complete when the pull begins, and equal to those of the pull, show that the weights
+        stood still in between. Raises `TransportError` where they are not complete in half of the time that this step may take.
+        """
         if not launch or self.location.board is None:
             return {}
         handle, at = self.location.board
-        board, names, late = self.bases[handle] + at, self.location.places, time.monotonic() + PATIENCE
-        while int.from_bytes(driver.read(board, 8), "little") != launch:
+        board, names, late = self.bases[handle] + at, self.location.places, time.monotonic() + self.timeout / 2
+        while (done := int.from_bytes(driver.read(board, 8), "little")) < launch:
             if time.monotonic() > late:
-                return {}
+                raise TransportError(f"the trainer's GPU did not sum up its weights within {self.timeout / 2:g} s: is it busy?")
+            time.sleep(LOOK)
+        if done > launch:
+            raise TransportError("the trainer has begun another push meanwhile")
         sums = np.frombuffer(driver.read(board + 8, 8 * len(names)), np.uint64)
         return dict(zip(names, sums.tolist(), strict=True))
 

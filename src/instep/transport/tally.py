@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from instep.digest import BLOCK_BYTES, MASK, all_flags, all_sums, from_flags, from_sums, seed_of
-from instep.digest_cuda import Table, in_one
+from instep.digest_cuda import Table, as_words, in_one
 from instep.errors import SourceError
 from instep.plan.buckets import Piece, buckets, layout, pieces
 from instep.protocol import TensorMeta
+from instep.transport import Placed
 from instep.transport.exposed import whole
 
 Result = tuple[dict[str, int], tuple[str, ...]]
+HELD = 512 << 20  # bytes of values that may have been made, kept until they have been summed up
 
 
 class Tally(Protocol):
@@ -80,21 +82,21 @@ class DeviceTally:
         self.found, self.used = {}, {}
         self.board.zero_()
 
-    def pack(self, values: Iterable[tuple[str, torch.Tensor]], room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """As `broadcast.pack`."""
-        given, held = described(self.own, values), dict[str, torch.Tensor]()
+    def pack(self, values: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """As `broadcast.pack`. What does not stay is copied before the next value is asked for."""
+        given, held = described(self.own, values.read()), dict[str, torch.Tensor]()
         for index, here in enumerate(self.pieces):
+            bucket = room(index, self.sizes[index])
+            lie = [piece for piece in here if piece.meta.name in self.places and values.stays]
             for piece in here:
                 if piece.start == 0:
-                    held[piece.meta.name] = self._taken(*next(given))
-            bucket = room(index, self.sizes[index])
-            lie = {piece.meta.name for piece in here} & self.places.keys()
-            if any(self.found.get(name) != self.places[name] for name in lie):
-                lie = set()
-            for piece in here:
-                if piece.meta.name not in lie:
+                    held[piece.meta.name] = self._taken(*next(given), stays=values.stays)
+                if piece not in lie:
                     _put(bucket, piece, held[piece.meta.name])
-            if lie:
+            if any(self.found.get(piece.meta.name) != self.places[piece.meta.name] for piece in lie):
+                for piece in lie:
+                    _put(bucket, piece, held[piece.meta.name])
+            elif lie:
                 self.used[index] = self.moved[index]
                 for table in self.moved[index]:
                     table.launch()
@@ -102,8 +104,8 @@ class DeviceTally:
             held = {piece.meta.name: held[piece.meta.name] for piece in here if piece.stop < piece.meta.nbytes}
         next(given, None)  # there may be more than is described
 
-    def _taken(self, meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
-        flat = value.reshape(-1) if value.is_contiguous() else None
+    def _taken(self, meta: TensorMeta, value: torch.Tensor, *, stays: bool) -> torch.Tensor:
+        flat = value.reshape(-1) if value.is_contiguous() and stays else None
         if flat is not None and whole(meta, flat).readable(self.rooms[0].device):
             self.found[meta.name] = value.data_ptr()
             return flat.view(torch.uint8)
@@ -142,6 +144,47 @@ class DeviceTally:
             at, to = (places[piece.meta.name] + piece.start, there) if places else (there, 0)
             runs.append(in_one(at, piece.meta, slot, start=piece.start, stop=piece.stop, target=to))
         return Table(runs, len(self.slots), room.device, copy=bool(places))
+
+
+class First:
+    """The first read of a version on a GPU: sums of a source's tensors where they lie, taken before any of them is sent."""
+
+    def __init__(self, tensors: Sequence[TensorMeta], device: torch.device) -> None:
+        self.tensors, self.device = tensors, device
+        self.own = [meta for meta in tensors if not meta.alias_of]
+        self.slots = {meta.name: slot for slot, meta in enumerate(self.own)}
+        self.place: Hashable = None
+        self.tables: list[tuple[list[int], Table]] = []  # each with the addresses that it reads
+
+    def take(self, values: Placed) -> None:
+        """It is under way. Tensors that lie where they lay are not listed anew."""
+        if values.place is not None and values.place == self.place:
+            for _, table in self.tables:
+                table.launch()
+            return
+        self.place, last, self.tables = None, self.tables, []
+        held: list[tuple[TensorMeta, torch.Tensor]] = []
+        for meta, value in described(self.own, values.read()):
+            held.append((meta, as_words(value.to(getattr(torch, meta.dtype)))))
+            if not values.stays or sum(words.nbytes for _, words in held) > HELD:
+                self._launch(held, last)
+                held = []
+        if held:
+            self._launch(held, last)
+        self.place = values.place
+
+    def told(self) -> torch.Tensor:
+        """The sums without seeds. It does not wait."""
+        return torch.stack([table.sums for _, table in self.tables]).sum(0)[: len(self.own)]
+
+    def _launch(self, held: Sequence[tuple[TensorMeta, torch.Tensor]], last: Sequence[tuple[list[int], Table]]) -> None:
+        at, addresses = len(self.tables), [words.data_ptr() for _, words in held]
+        if at < len(last) and last[at][0] == addresses:
+            self.tables.append(last[at])
+        else:
+            runs = [in_one(words.data_ptr(), meta, self.slots[meta.name]) for meta, words in held]
+            self.tables.append((addresses, Table(runs, len(self.slots), self.device, copy=False)))
+        self.tables[-1][1].launch()
 
 
 def described(tensors: Iterable[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:

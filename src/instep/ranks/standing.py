@@ -1,0 +1,36 @@
+"""What one rank gives of a version, looked at before anything is read and after all of it: each rank knows by itself that nothing changed.
+
+Rank 0 asks all for the first look, and for the second one when every rank is done with the version. So between the two there is a moment
+in which all ranks had what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from instep.errors import SourceError
+from instep.plan.shards import Piece
+from instep.source.sharded import ShardedModule
+from instep.source.tensors import checksums
+
+
+class Standing:
+    """Of the live tensors of one rank."""
+
+    def __init__(self, module: ShardedModule) -> None:
+        self.module = module
+        self.noted: dict[str, int] = {}
+
+    def note(self, given: Iterable[Piece]) -> None:
+        """The first look, at whatever these pieces are of."""
+        self.noted = self._sums(dict.fromkeys(piece.live for piece in given))
+
+    def check(self) -> None:
+        """The second one. Raises `SourceError` naming the first tensor that differs."""
+        noted, self.noted = self.noted, {}
+        for name, now in self._sums(noted).items():
+            if now != noted[name]:
+                raise SourceError.changed(name)
+
+    def _sums(self, names: Iterable[str]) -> dict[str, int]:
+        return dict(zip(names, checksums([self.module.memory(name) for name in names]), strict=True))
