@@ -5,6 +5,7 @@ NCCL takes the same code; it runs in tests/gpu.
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import textwrap
@@ -168,7 +169,7 @@ def test_an_engine_that_never_takes_part_makes_nobody_wait_for_ever(kind: str, f
         assert good.generate([1], 2)
         if kind == "die":
             bad = bad.restart(checkpoint(0))
-            sync._session.fleet.replace_lost(bad)
+            asyncio.run(sync._session.fleet.take_in(bad))
         sync.push("two")
         assert same(good, source)
         assert same(bad, source)
