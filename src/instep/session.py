@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instep.config import Config
 from instep.engine.fleet import Fleet
+from instep.errors import VersionConflict
 from instep.history import History
 from instep.protocol import Manifest, TensorMeta
 from instep.source.guarded import Guarded
@@ -34,6 +35,8 @@ class Session:
     current: Manifest | None = None
     """The version that at least one engine serves, still published."""
     published: Published | None = None
+    digests: dict[str, int] = field(default_factory=dict)
+    """Of the current version; none where they are not known."""
     expected: list[float] | None = None
     """What the trainer's forward said of the canary when the current version was published."""
     stamp: Hashable = None
@@ -44,6 +47,13 @@ class Session:
         live = self.current is not None and self.current.location.live
         return None if live and self.source.stamp() != self.stamp else self.current
 
+    def free_left_versions(self) -> None:
+        """Hands the memory of versions that no engine reads any more to the next one."""
+        held = {address for member in self.fleet.members for address in member.holding}
+        if self.current and not self.current.location.live and self.current.location.address not in held:
+            self.current = None
+        self.transport.release_all_but(held)
+
     def remember(self, version: str) -> None:
         """An engine serves a version that was not there before, or one more has caught up with it."""
         if version not in self.history:
@@ -53,3 +63,14 @@ class Session:
     def sizes_of(self, tensors: Sequence[TensorMeta]) -> dict[str, int]:
         """Bytes of each tensor that is sent."""
         return self.sizes if tensors is self.described else {meta.name: meta.nbytes for meta in tensors if not meta.alias_of}
+
+
+def check_same(version: str, found: Mapping[str, int], pushed: Mapping[str, int]) -> None:
+    """Raises `VersionConflict` where weights that are sent as `version` once more are not those that were pushed as it."""
+    if found != pushed:
+        name = next(name for name in found if found[name] != pushed.get(name))
+        raise VersionConflict(
+            f"the trainer's weights are no longer those of {version!r}: {name} has changed since it was pushed",
+            tensor=name,
+            next_step="engines keep what they serve: push the weights of now as a new version, which reaches all engines",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -14,10 +15,10 @@ from instep.errors import CanaryError, InstepError, PlanError, SourceError, Sync
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import CommitRequest, Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
-from instep.session import Session
+from instep.session import Session, check_same
 from instep.source import Look, check_unchanged
 from instep.telemetry import Account, Event
-from instep.transport import Placed, Published, at_rest
+from instep.transport import Placed, at_rest
 
 
 class Push(Account):
@@ -28,7 +29,8 @@ class Push(Account):
         self.session = session
         # Of the current version, until another is published.
         self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
-        self.finished: Published | None = None  # `published`, once it has its digests
+        self.finished = session.published if session.digests else None  # `published`, once it has its digests
+        self.must: dict[str, int] | None = None  # the digests, where it is a version that was pushed before
         self.look: Look | None = None  # at the source, of this moment: nothing was waited for since
         self.trusting = False  # the engines are taken to be as the last push has left them
         self.alone = False  # a single one is prepared in the commit
@@ -103,13 +105,13 @@ class Push(Account):
         session = self.session
         self.expected = self._expected()
         with self.phase("publish"):
-            self._free_left_versions()
+            session.free_left_versions()
             workers = [worker for member in members for worker in member.workers]
             look, self.look = self.look, None
             self.stamp = look.stamp if look else session.source.stamp()
             source, device = session.source, session.source.device
             place = look.place if look else None
-            values = Placed(lambda: self._counted(tensors, device), source.again, source.stays, place)
+            values = Placed(lambda: self._counted(tensors, device), source.again, source.stays, place, self.must)
             self.published = session.transport.publish(tensors, values, device, workers)
             if not self.published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
                 check_unchanged(session.source, self.stamp)
@@ -204,6 +206,9 @@ class Push(Account):
     def _keep(self, manifest: Manifest) -> None:
         """An engine serves this version: it is the current one."""
         session = self.session
+        session.digests = {}
+        with suppress(InstepError):  # the engine has proved the version by itself
+            session.digests = self.digests()
         session.current, session.published = manifest, self.published
         session.stamp, session.expected = self.stamp, self.expected
         session.remember(self.version)
@@ -220,7 +225,14 @@ class Push(Account):
         assert self.published is not None
         if self.finished is not self.published:
             self.published = self.finished = self.session.transport.finish(self.published)
+        if self.must is not None:
+            check_same(self.version, self.finished.digests, self.must)
         return self.finished.digests
+
+    def confirm(self) -> None:
+        """Before the label of a version that was published again. Raises `VersionConflict` where the trainer has others by now."""
+        if self.must is not None and self.session.transport.early:
+            self.digests()
 
     async def receipt(self, done: dict[str, EngineReceipt], manifest: Manifest) -> Receipt:
         """Asks the engines for the canary, and says what was done."""
@@ -272,14 +284,6 @@ class Push(Account):
         if isinstance(first, SyncError):
             first.version, first.engines = self.version, self.session.fleet.states()
         raise first
-
-    def _free_left_versions(self) -> None:
-        """Hands the memory of versions that no engine reads any more to the next one."""
-        session = self.session
-        held = {address for member in session.fleet.members for address in member.holding}
-        if session.current and not session.current.location.live and session.current.location.address not in held:
-            session.current = None
-        session.transport.release_all_but(held)
 
     def _counted(self, tensors: Sequence[TensorMeta], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The source's tensors. Tells of every hundredth of their bytes."""

@@ -110,7 +110,8 @@ class WeightSync:
         """Brings engines that do not serve the current version to it: restarted ones, and those that a push did not reach.
 
         engine: a new engine, in this and every later push. It takes the place and the name of one that has died.
-        Raises `VersionConflict` where no version is held: nothing was pushed yet, or the last push reached no engine.
+        Raises `VersionConflict` where no version is held: nothing was pushed yet, the last push reached no engine, or its bytes were
+        the trainer's own and the trainer has stepped.
         Raises `ConfigError` for an engine that is listed already, unless it has died.
         """
         return _run(self.acatch_up(engine))
@@ -129,10 +130,14 @@ class WeightSync:
                     raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
                 manifest = structs.replace(current, base=None)  # an engine that is behind need not serve its base
                 behind = [member for member in await push.connect() if member.behind(manifest.version)]
+                if not behind:
+                    return await push.receipt({}, manifest)
                 await push.plan(behind, manifest.tensors)
                 if manifest.location.live:
+                    push.must = self._session.digests
                     manifest = push.publish(behind, manifest.tensors, None)
                 ready, manifest = await push.prepare(behind, manifest)
+                push.confirm()
                 done, manifest = await push.commit(ready, manifest)
                 return await push.receipt(done, manifest)
 

@@ -13,7 +13,7 @@ from test_scratch_buffers import LARGE, SCRATCH, Scratch, ScratchSource
 from torch import nn
 
 from instep import MemoryEngine, WeightSync
-from instep.errors import DigestMismatch, EngineDirty, InstepError, SourceError
+from instep.errors import DigestMismatch, EngineDirty, InstepError, SourceError, VersionConflict
 from instep.plan.buckets import ALIGN
 from instep.receiver.pull import Puller
 from instep.transport import broadcast
@@ -178,3 +178,22 @@ def test_tensors_of_another_source_are_pulled_where_they_lie() -> None:
             move(source.params)
             sync.push(version)
             assert engine.fingerprint() == source.state()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl", "ipc"])
+@pytest.mark.parametrize("write", WRITES)
+def test_catch_up_brings_the_version_that_it_names_or_none(write: Any, transport: Any) -> None:
+    params, one, late = model(), MemoryEngine(zeros(), name="one"), MemoryEngine(zeros(), name="late")
+    with WeightSync(params, [one], transport=transport, timeout=20) as sync:
+        sync.push("a")
+        again = MemoryEngine(zeros(), name="again")
+        sync.catch_up(again)
+        assert (again.fingerprint(), again.version) == (one.fingerprint(), "a")
+        write(params)
+        before = late.fingerprint()
+        with pytest.raises(VersionConflict, match=r"no current version to catch up with|no longer those of 'a'") as caught:
+            sync.catch_up(late)
+        assert "push" in str(caught.value)
+        assert (late.fingerprint(), late.version, late.refusal) == (before, None, None)
+        sync.push("b")
+    assert one.fingerprint() == again.fingerprint() == late.fingerprint() == MemoryEngine(dict(params)).fingerprint()

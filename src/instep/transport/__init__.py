@@ -22,7 +22,7 @@ In all of them:
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -59,12 +59,14 @@ class Placed:
     stands for a value of which the source knows it by itself.
     stays: whether a value is left alone by the source while others are asked for.
     place: one that is equal to that of an earlier version says that each tensor lies where it lay then. None where nobody knows.
+    digests: that they must have, where they are sent once more. None for a version of its own.
     """
 
     read: Read
     again: Callable[[], Iterator[tuple[str, torch.Tensor | None]]]
     stays: bool = False
     place: Hashable = None
+    digests: Mapping[str, int] | None = None
 
     @classmethod
     def of(cls, values: Placed | Iterable[tuple[str, torch.Tensor]]) -> Placed:
@@ -87,6 +89,10 @@ class Transport(Protocol):
 
     late: bool
     """Whether no commit waits for the digests: they are complete after it only, or workers can read them by themselves."""
+
+    @property
+    def early(self) -> bool:
+        """Whether the digests are known before the commit."""
 
     def hasten(self) -> None:
         """Another version of the same source is about to be published: what can be done before it is looked at may be done."""
@@ -118,7 +124,7 @@ class Transport(Protocol):
 class Pull:
     """The part of a transport whose workers read by themselves."""
 
-    late = False
+    late, early = False, True
 
     def hasten(self) -> None: ...
 

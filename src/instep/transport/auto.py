@@ -129,6 +129,11 @@ class AutoTransport:
         assert self.used is not None
         return self.used.late
 
+    @property
+    def early(self) -> bool:
+        assert self.used is not None
+        return self.used.early
+
     def serving(self, step: str) -> Any:
         assert self.used is not None
         return self.used.serving(step)

@@ -30,7 +30,7 @@ from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Sending, elsewhere, uuid_of
 from instep.transport.again import check
 from instep.transport.group import Group, address_towards, give_up, serve
-from instep.transport.tally import DeviceTally, First, HostTally, Result, Tally, described, in_bytes
+from instep.transport.tally import DeviceTally, First, HostTally, Result, Tally, described, in_bytes, sums_of
 
 T = TypeVar("T")
 Values = Iterable[tuple[str, torch.Tensor]]
@@ -128,9 +128,16 @@ class BroadcastTransport:
             self._give_up(str(error.args[0]))
             raise
 
+    @property
+    def early(self) -> bool:
+        return not self.late or self.first is not None
+
     def finish(self, published: Published) -> Published:
         try:
-            digests, flagged = self.sent.result(timeout=self.timeout)
+            if self.first is not None and self.waiting is not None:  # nothing is sent yet
+                digests, flagged = self.thread.submit(self.first.result).result(self.timeout)
+            else:
+                digests, flagged = self.sent.result(timeout=self.timeout)
         except TimeoutError:
             raise TransportError(f"the trainer did not send everything within {self.timeout:g} s") from None
         return Published(published.location, digests, flagged)
@@ -184,17 +191,11 @@ class BroadcastTransport:
         return None
 
     def _read(self, tensors: list[TensorMeta], values: Placed) -> None:
-        """The first read, where sending is the second one."""
+        """The first read, where sending is the second one. In the thread that sends: what it asks of a GPU keeps this order."""
         if self.way.on_gpu:
             if self.first is None or self.first.tensors != tensors:
                 self.first = First(tensors, self.device)
-            self._in_time(self._sum_up, values)
-
-    def _sum_up(self, values: Placed) -> None:
-        """In the thread that sends: what it does on the GPU keeps this order."""
-        assert self.first is not None
-        with torch.no_grad(), self._on_device():
-            self.first.take(values)
+            self._in_time(self.first.take, values)
 
     def _read_again(self, tensors: list[TensorMeta], values: Placed, tally: Tally) -> InstepError | None:
         """The second read, where sending was the first one."""
@@ -212,6 +213,7 @@ class BroadcastTransport:
         group.begin(self.timeout)
         group.meet(self.sending)
         tally = self._tally(tensors)
+        promised = self._promised(tensors, values)
         under_way: deque[Any] = deque()
 
         def room(index: int, size: int) -> torch.Tensor:
@@ -224,15 +226,20 @@ class BroadcastTransport:
             tally.add(index, bucket)
         changed = self._read_again(tensors, values, tally)
         if (sums := tally.told()) is not None:
-            promised = sums if self.first is None else self.first.told()
-            told = promised + (changed is not None)
+            told = (sums if promised is None else promised) + (changed is not None)
             under_way.append(group.broadcast(told))
         while under_way:
             group.wait(under_way.popleft())
         group.settle()
-        if changed is None and sums is not None:
+        if changed is None and sums is not None and promised is not None:
             changed = self._different(sums, promised)
         return changed or tally.result()
+
+    def _promised(self, tensors: list[TensorMeta], values: Placed) -> torch.Tensor | None:
+        """The sums that what is sent must have, where they are known before it is."""
+        if self.late and values.digests is not None:
+            return sums_of(values.digests, tensors, self.device)
+        return self.first.told() if self.first is not None else None
 
     def _different(self, sent: torch.Tensor, promised: torch.Tensor) -> InstepError | None:
         assert self.tally is not None

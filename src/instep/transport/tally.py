@@ -123,12 +123,11 @@ class DeviceTally:
 
     def result(self) -> Result:
         """And makes the tables for the next version, if something lies elsewhere."""
-        parts, flags = (part.tolist() for part in self.board.cpu().chunk(2))
+        found = _result(self.own, self.board)
         if self.found != self.places:
             self.places = self.found
             self.moved = [self._both(index, here) for index, here in enumerate(self.pieces)]
-        digests = {meta.name: (seed_of(meta) + part) & MASK for meta, part in zip(self.own, parts, strict=True)}
-        return digests, tuple(meta.name for meta, flag in zip(self.own, flags, strict=True) if flag)
+        return found
 
     def _both(self, index: int, here: Sequence[Piece]) -> list[Table]:
         lie = [piece for piece in here if piece.meta.name in self.places]
@@ -175,7 +174,14 @@ class First:
 
     def told(self) -> torch.Tensor:
         """The sums without seeds. It does not wait."""
-        return torch.stack([table.sums for _, table in self.tables]).sum(0)[: len(self.own)]
+        return self._board()[: len(self.own)]
+
+    def result(self) -> Result:
+        """Waits. As of a tally."""
+        return _result(self.own, self._board())
+
+    def _board(self) -> torch.Tensor:
+        return torch.stack([table.sums for _, table in self.tables]).sum(0)
 
     def _launch(self, held: Sequence[tuple[TensorMeta, torch.Tensor]], last: Sequence[tuple[list[int], Table]]) -> None:
         at, addresses = len(self.tables), [words.data_ptr() for _, words in held]
@@ -185,6 +191,20 @@ class First:
             runs = [in_one(words.data_ptr(), meta, self.slots[meta.name]) for meta, words in held]
             self.tables.append((addresses, Table(runs, len(self.slots), self.device, copy=False)))
         self.tables[-1][1].launch()
+
+
+def _result(own: Sequence[TensorMeta], board: torch.Tensor) -> Result:
+    """board: sums without seeds, then how many flags there are."""
+    sums, flags = (part.tolist() for part in board.cpu().chunk(2))
+    digests = {meta.name: (seed_of(meta) + total) & MASK for meta, total in zip(own, sums, strict=True)}
+    return digests, tuple(meta.name for meta, flag in zip(own, flags, strict=True) if flag)
+
+
+def sums_of(digests: Mapping[str, int], tensors: Sequence[TensorMeta], device: torch.device) -> torch.Tensor:
+    """Digests as a tally tells them: without seeds. What has none gets a sum that is as good as any other."""
+    own = [meta for meta in tensors if not meta.alias_of]
+    sums = np.array([(digests.get(meta.name, 0) - seed_of(meta)) & MASK for meta in own], np.uint64)
+    return torch.from_numpy(sums.view(np.int64)).to(device)
 
 
 def described(tensors: Iterable[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
