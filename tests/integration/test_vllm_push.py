@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import AMX, greedy, versions
-from interrupts import Interrupts
 from models import PROMPTS, tiny
 
 from instep import WeightSync
@@ -80,34 +77,6 @@ def test_a_commit_is_one_call_to_vllm_or_one_for_each_step(
             assert called == (["instep_commit"] if at_once else ["pause_scheduler", "resume_scheduler"])
             assert greedy(llm, PROMPTS) == reference(family, 2)
             assert versions(llm, PROMPTS[0]) == [(version, 0, 3)]
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_push_that_is_cancelled_leaves_a_vllm_that_generates(
-    served: tuple[str, Any], reference: Callable[..., Any], at_once: bool
-) -> None:
-    """... whatever it was waiting for: all of one version, under its label, and the next push works."""
-    family, llm = served
-    engine = VllmEngine(llm)
-    engine.at_once = at_once
-    weights = {seed: dict(tiny(family, seed).state_dict()) for seed in (2, 3)}
-    source, ended = dict(weights[2]), set()
-    with WeightSync(source, [engine], timeout=30) as sync:
-        for at in itertools.count(1):
-            source.update(weights[2])
-            old, new = f"old-{at_once}-{at}", f"new-{at_once}-{at}"
-            sync.push(old)
-            source.update(weights[3])
-            interrupts = Interrupts(at, "cancel")
-            with suppress(asyncio.CancelledError):
-                interrupts.run(lambda: sync.apush(new))  # noqa: B023
-            ((version, _, _),) = versions(llm, PROMPTS[0])
-            assert greedy(llm, PROMPTS[:2]) == reference(family, {old: 2, new: 3}[version])[:2]
-            assert [state.version for state in sync.status()] == [version]
-            ended.add(version == new)
-            if not interrupts.done:
-                break
-    assert ended == {False, True}
 
 
 def test_a_checkpoint_directory_is_a_source(
