@@ -51,7 +51,7 @@ def start(host: ToyHost, tensors: Checkpoint) -> Applier:
 
 def push(applier: Applier, tensors: Checkpoint) -> None:
     with torch.no_grad():
-        arrival = Seen(tensors)
+        arrival = Seen(tensors, described(tensors))
         applier.apply(arrival)
         arrival.prove(applier)
 
@@ -60,7 +60,7 @@ def holds(host: ToyHost, tensors: Checkpoint) -> bool:
     return all(torch.equal(bits(host.model.get_parameter(name)), bits(tensor)) for name, tensor in tensors.items())
 
 
-def test_plain_layers_are_promoted_by_a_push_that_changes_them() -> None:
+def test_plain_layers_are_promoted_by_the_first_push() -> None:
     host = ToyHost(Model(), fill)
     applier = start(host, weights(0))
     push(applier, weights(1))
@@ -69,25 +69,61 @@ def test_plain_layers_are_promoted_by_a_push_that_changes_them() -> None:
     push(applier, weights(2))
     assert holds(host, weights(2))
     assert host.sessions == sessions  # copied straight
-    assert Seen(weights(2)).prove(applier).tensors == 2
+    assert Seen(weights(2), []).prove(applier).tensors == 2
 
 
-def test_unchanged_weights_prove_nothing() -> None:
+def test_a_push_of_the_weights_that_are_there_promotes_too() -> None:
     host = ToyHost(Model(), fill)
     applier = start(host, weights(0))
     push(applier, weights(0))
-    assert applier.direct == set()
-    push(applier, weights(0) | {"b.weight": weights(1)["b.weight"]})
-    assert applier.direct == {"b"}
+    assert holds(host, weights(0))
+    assert applier.direct == {"a", "b"}
 
 
 def test_only_layers_on_reload_are_loaded_by_the_session() -> None:
-    host = ToyHost(Model(), fill)
+    host = ToyHost(Model(), fill, replaced)
     applier = start(host, weights(0))
-    push(applier, weights(0) | {"b.weight": weights(1)["b.weight"]})
+    push(applier, weights(1))
     push(applier, weights(2))
     assert host.loaded == ["a.weight"]
     assert holds(host, weights(2))
+
+
+def test_a_loader_that_takes_no_other_weights_gets_the_right_ones_and_keeps_its_session() -> None:
+    def choosy(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta and tensor.max() > 10:
+            raise ValueError("weights are small")
+        fill(model, name, tensor)
+
+    host = ToyHost(Model(), choosy)
+    applier = start(host, weights(0))
+    for seed in (1, 2):
+        push(applier, weights(seed))
+        assert holds(host, weights(seed))
+    assert applier.direct == set()
+    assert applier.reload["b"] == "the engine's loader did not take other weights: ValueError: weights are small"
+    assert applier.unproved == {}  # each push has read them back
+
+
+def test_a_layer_that_other_weights_do_not_reach_is_not_promoted() -> None:
+    """A session that writes nothing would leave what is derived stale too."""
+    host = ToyHost(Model(), lambda model, name, tensor: fill(model, name, tensor) if name == "b.weight" or tensor.is_meta else None)
+    fill(host.model, "a.weight", weights(0)["a.weight"])
+    applier = start(host, weights(0))
+    push(applier, weights(0))
+    assert applier.direct == {"b"}
+    assert applier.reload == {"a": "its weights did not change with others in their place"}
+    with pytest.raises(DigestMismatch, match=r"a\.weight does not hold the bytes of a\.weight after the engine's reload session"):
+        push(applier, weights(1))
+
+
+def test_integers_are_not_judged_by_zeros_that_they_have_already() -> None:
+    host = ToyHost(Model(), fill)
+    host.model.b.weight = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    tensors = weights(0) | {"b.weight": torch.zeros(3, dtype=torch.int64)}
+    applier = start(host, tensors)
+    push(applier, tensors)
+    assert applier.direct == {"a"}
 
 
 def total(model: nn.Module) -> torch.Tensor:
@@ -274,7 +310,7 @@ def test_bits_are_compared_not_numbers(value: float) -> None:
     other = special | {"a.weight": special["a.weight"].clone()}
     other["a.weight"][0, 0] = 0.0
     with pytest.raises(DigestMismatch, match=r"a\.weight does not hold the bytes of a\.weight") as caught:
-        Seen(other).prove(applier)
+        Seen(other, []).prove(applier)
     assert caught.value.tensor == "a.weight"
 
 
@@ -284,4 +320,4 @@ def test_a_write_beside_the_push_is_seen_when_it_is_read_back() -> None:
     push(applier, weights(1))
     host.model.b.weight[1] += 1e-3
     with pytest.raises(DigestMismatch, match=r"b\.weight"):
-        Seen(weights(1)).prove(applier)
+        Seen(weights(1), []).prove(applier)

@@ -246,6 +246,7 @@ class TestTwoWorkers:
         both(pair, lambda rounds: send(rounds, attention(2)))
         both(pair, Rounds.finish, fails=ApplyError)
         assert all(rounds.together.dirty() for rounds in pair)
+        engine.hosts[1].fail_at = None
         both(pair, lambda rounds: send(rounds, attention(3)))
         both(pair, Rounds.finish)
         assert not any(rounds.together.dirty() for rounds in pair)

@@ -96,7 +96,7 @@ class Passing(Seen):
 
 
 def push(applier: Applier, seed: int, kind: type[Seen] = Seen) -> None:
-    arrival = kind(weights(seed))
+    arrival = kind(weights(seed), described(weights(seed)))
     with torch.no_grad():
         applier.apply(arrival)
         arrival.prove(applier)

@@ -150,6 +150,8 @@ def test_the_first_version_goes_to_the_loader_as_it_comes(monkeypatch: pytest.Mo
     assert engine.fingerprint() == fresh
     for of_each in arrived.values():
         assert of_each == sorted(of_each)
+        rehearsed, of_each = of_each[: len(of_each) // 2], of_each[len(of_each) // 2 :]
+        assert set(rehearsed) == {2}  # with weights that are nobody's: no bucket is taken for it
         assert of_each[0] == 2 < of_each[len(of_each) // 2] < of_each[-1]
 
 

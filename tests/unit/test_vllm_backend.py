@@ -179,6 +179,7 @@ def test_one_worker_that_fails_to_commit_makes_both_dirty(
         with pytest.raises(Exception, match="parts of two versions"):
             worker.execute_dummy_batch()
         assert worker.steps == [0]
+    engine.hosts[rank].fail_at = None
     engine.update(publisher, "healed")
     assert engine.serves(1)
     engine.call("execute_model", SimpleNamespace(total_num_scheduled_tokens=3))

@@ -61,12 +61,12 @@ def as_it_was(_: Any) -> None: ...
 
 
 @TRANSPORTS
-def test_layers_are_promoted_by_a_push_that_changes_them(transport: Any) -> None:
+def test_layers_are_promoted_by_the_first_push_also_those_that_it_does_not_change(transport: Any) -> None:
     host, source = ToyHost(Model(), as_it_is), weights(1)
     as_it_is(host.model, "a.weight", source["a.weight"])
     with WeightSync(source, [ToyEngine(host)], transport=transport, timeout=20) as sync:
         first = sync.push("first").engines[0]
-        assert (first.direct, first.reload) == (("b",), {"a": "not proved yet"})  # `a` had these weights already
+        assert (first.direct, first.reload) == (("a", "b"), {})
         for name, tensor in weights(2).items():
             source[name].copy_(tensor)
         assert sync.push("second").engines[0].direct == ("a", "b")
@@ -87,12 +87,15 @@ def test_a_layer_that_is_stored_in_another_way_stays_on_reload(
     assert engine.reload == {"a": "a.weight is not stored as the checkpoint has it"}
 
 
+def derives_from_b(model: Any) -> None:
+    model.b.twice = 2 * model.b.weight
+
+
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
-def test_what_a_trainer_never_changes_is_worked_out_once(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layers are watched in every push."""
+def test_what_stays_on_reload_is_worked_out_once(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read back in every push."""
     source, made = weights(1), list[type]()
-    host = ToyHost(Model(), as_it_is)
-    as_it_is(host.model, "b.weight", source["b.weight"])
+    host = ToyHost(Model(), as_it_is, derives_from_b)
     for kind in (Scatter, Puller):
 
         def noted(self: Any, *given: Any, init: Callable[..., None] = kind.__init__) -> None:
@@ -106,5 +109,5 @@ def test_what_a_trainer_never_changes_is_worked_out_once(transport: Any, monkeyp
             receipt = sync.push(version)
             if version == "b":
                 made.clear()
-    assert receipt.engines[0].reload == {"b": "not proved yet"}
+    assert receipt.engines[0].reload == {"b": "twice is derived from weights"}
     assert made == []

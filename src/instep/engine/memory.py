@@ -120,7 +120,11 @@ class MemoryEngine:
         loop = asyncio.get_running_loop()
         workers = zip(self.threads, self.receivers, strict=True)
         calls = (loop.run_in_executor(thread, self._handle, worker, method, payload) for thread, worker in workers)
-        return list(await asyncio.gather(*calls))
+        replies = list(await asyncio.gather(*calls))
+        for host in self.hosts:
+            if method == "commit" and host.failed:
+                host.fail_at, host.failed = None, False
+        return replies
 
     def _handle(self, receiver: Receiver, method: Method, payload: bytes) -> bytes:
         with self._gate.changing() if method in CHANGING else nullcontext():

@@ -43,6 +43,8 @@ class MemoryHost(NeverRebuilds):
         self.model = nn.Module()
         self.adapters: dict[int, Mapping[str, torch.Tensor]] = {}
         self.fail_at: int | None = None
+        """The tensor at which the loader fails, as often as it gets there."""
+        self.failed = False
         self.places: dict[str, Place] = {}
         rows: dict[str, int] = defaultdict(int)
         shards = {name: self._shard(name, tensor) for name, tensor in checkpoint.items()}
@@ -85,7 +87,7 @@ class MemoryHost(NeverRebuilds):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for count, (name, tensor) in enumerate(tensors):
             if self.fail_at == count and not tensor.is_meta:
-                self.fail_at = None
+                self.failed = True
                 raise RuntimeError(f"told to fail at tensor {count}, {name}")
             if name not in self.places:
                 raise ValueError(f"there is no module or parameter named {name!r}")

@@ -60,6 +60,8 @@ def adopt(worker: Any, host: VllmHost, kind: type[Receiver]) -> None:
 class VllmHost:
     """A vLLM worker as a receiver sees it."""
 
+    always_reloads = None
+
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.rank: int = worker.rank
@@ -114,6 +116,10 @@ class VllmHost:
             refresh_tied(model)
         if hasattr(self.worker.model_runner, "reset_lora_state"):
             self.worker.model_runner.reset_lora_state()
+
+    def filled(self) -> Iterator[torch.Tensor]:
+        """The KV cache, and the states of layers that have some."""
+        return _tensors(getattr(self.worker.model_runner, "kv_caches", ()))
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
         layer = self.model.get_submodule(parameter.rpartition(".")[0])
@@ -182,6 +188,14 @@ class VllmHost:
                 yield
         finally:
             self.busy = before
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, list | tuple | dict):
+        for item in nested.values() if isinstance(nested, dict) else nested:
+            yield from _tensors(item)
 
 
 def _import_reload() -> None:

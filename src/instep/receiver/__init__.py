@@ -2,6 +2,8 @@
 
     trace.py    runs the engine's own loader over shapes and writes down where each checkpoint tensor goes
     apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
+    evidence.py what an engine derives from weights: two looks at all that its modules hold (memory.py), a rehearsal between them
+    rebuilt.py  layers that the engine packs, made anew from copied regions
     regions.py  what is copied and compared: parts of tensors
     arrival.py  how a version's bytes come in: seen from here, or pulled out of a GPU's memory (pull.py), passing by (stream.py, aside.py)
     watch.py    whether live storage holds what routes bring, by sums
@@ -62,12 +64,23 @@ class Host(Protocol):
     def refresh(self) -> None:
         """To be called after the last `rebuild`: layers tied to a rebuilt one follow."""
 
+    always_reloads: str | None
+    """Why every layer takes the reload session on every push, whatever a session shows; None where that decides."""
+
+    def filled(self) -> Iterable[torch.Tensor]:
+        """Tensors within reach of the model that generation fills, and not loading: caches. What they hold follows from no weight alone."""
+
     def adapter(self, number: int) -> Host:
         """The LoRA adapter that requests ask for by this number. Raises `PlanError` where the engine serves none."""
 
 
 class NeverRebuilds:
-    """The part of a `Host` that can only derive state in a reload session."""
+    """The part of a `Host` that can only derive state in a reload session, and has no caches in its modules."""
+
+    always_reloads: str | None = None
+
+    def filled(self) -> Iterable[torch.Tensor]:
+        return ()
 
     def rebuilds(self, layer: str) -> bool:  # noqa: ARG002
         return False

@@ -1,37 +1,40 @@
 """How a prepared version gets into live storage, and which layer takes which way.
 
 *reload*: the engine's own reload session; right for every layer, and slow. *direct*: regions copied straight into live storage. Every
-layer starts on reload. It is promoted after a commit that changed its weights, if its live bytes, read back through its routes, equal the
-source, and if the session neither replaced an attribute of it nor changed a tensor that it holds beside its parameters: then nothing is
-derived from its weights that a plain copy would leave stale.
+layer starts on reload. The first commit runs the session twice, with weights that are nobody's and then with the version's, and whatever
+else differs between the two is derived from weights. A layer is promoted if it holds none of that, and if the second session has brought
+its live bytes, read back through its routes, from other ones to the version's: then a plain copy leaves nothing stale.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Protocol
 
 import torch
 
-from instep.protocol import Region, Route, WorkerPlan
+from instep.errors import DigestMismatch
+from instep.protocol import Route, TensorMeta, WorkerPlan
 from instep.receiver import Host
-from instep.receiver.copies import Copies
-from instep.receiver.regions import Tensors, bits, copy_regions
+from instep.receiver.copies import Copies, live_tensors
+from instep.receiver.evidence import Look, Place
+from instep.receiver.rebuilt import DERIVED, try_rebuilding
+from instep.receiver.regions import Tensors, copy_regions
+from instep.receiver.rehearsal import Scrambled
 from instep.receiver.trace import layer_of
 
 UNPROVED = "not proved yet"
-DERIVED = " is derived from weights"
+OTHERWISE = " is not stored as the checkpoint has it"
+UNTOUCHED = "its weights did not change with others in their place"
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """What was seen before a reload session: the attributes of every module, and what layers that are not proved yet held."""
+class Rehearsed:
+    """What was seen after a reload session with other weights."""
 
-    attributes: dict[str, dict[str, object]]
-    watched: Copies
+    look: Look
     held: Sequence[object]
 
 
@@ -40,6 +43,9 @@ class Arrival(Protocol):
 
     once: bool
     """Whether they pass by, and can be moved only once."""
+
+    def tensors_of(self) -> Sequence[TensorMeta]:
+        """The version's tensors."""
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:
         """Begins to make the copies. What other layers read is in the result; it is good until the commit ends.
@@ -60,45 +66,58 @@ class Arrival(Protocol):
 
 @dataclass
 class Applier:
-    """The copies of one worker. `direct` and `rebuild` hold the promoted layers, `reload` the others with the reason."""
+    """The copies of one worker. `direct` and `rebuild` hold the promoted layers, `reload` the others with the reason.
+
+    unproved: layers on reload that cannot be read back, and why. comparable: those that were. read: tensors that the last commit read
+    back from layers on reload. derived: what each module holds that follows from weights, where that is.
+    """
 
     host: Host
     plan: WorkerPlan
     direct: set[str] = field(default_factory=set)
     rebuild: set[str] = field(default_factory=set)
     reload: dict[str, str] = field(default_factory=dict)
+    unproved: dict[str, str] = field(default_factory=dict)
+    comparable: set[str] = field(default_factory=set)
+    derived: dict[str, list[Place]] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.routes: dict[str, list[Route]] = defaultdict(list)
         for route in self.plan.routes:
             self.routes[layer_of(route.param)].append(route)
-        self.reload = {layer: self.plan.reload_only.get(layer, UNPROVED) for layer in self.routes.keys() | self.plan.reload_only.keys()}
+        why = self.host.always_reloads or UNPROVED
+        self.reload = {layer: self.plan.reload_only.get(layer, why) for layer in self.routes.keys() | self.plan.reload_only.keys()}
+        self.unproved = dict(self.plan.reload_only)
         self.reloaded = False  # in the last commit
         self._copies: Copies | None = None
-        self._unproved: Copies | None = None
+        self._watch: Copies | None = None
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
         copies = self.copies(look=arrival.once)
         watched = self._watched()
-        in_turn = arrival.once and watched is not None and not self.direct | self.rebuild  # as in the first commit
+        first = watched is not None and UNPROVED in self.reload.values()
+        in_turn = arrival.once and first and not self.direct | self.rebuild
         tensors = arrival.move(copies, watched, in_turn=in_turn)
         if not arrival.once and (now := self.copies()) is not copies:  # looked at while a GPU is at it
             tensors = arrival.move(now, watched, in_turn=False)  # what was written instead is kept by nobody but `Copies`
         for layer in self.rebuild:
-            self._rebuild(layer, tensors)
+            self.rebuild_layer(layer, tensors)
         if self.rebuild:
             self.host.refresh()
         self.reloaded = bool(self.reload)
+        self.read = set()
         if not self.reload:
             return
-        evidence = Evidence(self._attributes(), watched, arrival.held(watched)) if watched else None
-        with self.host.reload():
-            self.host.load(self._wanted(tensors))
-        if evidence is not None:
-            self._promote(evidence, arrival)
+        rehearsed = self._rehearse(arrival, watched) if first and watched else None
+        self.session(tensors)
+        if rehearsed:
+            self._find_derived(rehearsed.look, self.look())
         if not in_turn:
-            self._promote_rebuilt(tensors)
+            try_rebuilding(self, tensors)
+        if watched:
+            self._read_back(arrival, watched, rehearsed)
 
     def copies(self, *, look: bool = True) -> Copies:
         """Of the direct layers: the same object for as long as those are the same and lie where they lay.
@@ -121,81 +140,12 @@ class Applier:
         """Which take which way: `direct`, `rebuild` and `reload`, in order."""
         return sorted(self.direct), sorted(self.rebuild), dict(sorted(self.reload.items()))
 
-    def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that layers on reload read, in their order; all of them where a layer's reads are not known."""
-        names = {route.tensor for layer, routes in self.routes.items() if layer in self.reload for route in routes}
-        every = any(layer in self.plan.reload_only for layer in self.reload)
-        yield from ((name, tensors[name]) for name in tensors if every or name in names)
+    def session(self, tensors: Tensors) -> None:
+        """The engine's own, for the layers on reload."""
+        with self.host.reload():
+            self.host.load(self._wanted(tensors))
 
-    def _watched(self) -> Copies | None:
-        """What layers read of which it is not known yet whether plain copies would do: the same object as `copies` has it, as layers that a
-        trainer never changes stay so."""
-        layers = frozenset(layer for layer, reason in self.reload.items() if reason == UNPROVED)
-        if not layers:
-            return None
-        if self._unproved is None or self._unproved.layers != layers:
-            routes = [route for layer in sorted(layers & self.routes.keys()) for route in self.routes[layer] if route.tensor is not None]
-            self._unproved = Copies(self.host.model, layers, routes, None)
-        else:
-            self._unproved = self._unproved.renewed(self.host.model)
-        return self._unproved
-
-    def _attributes(self) -> dict[str, dict[str, object]]:
-        return {name: attributes(module) for name, module in self.host.model.named_modules(remove_duplicate=False)}
-
-    def _promote(self, before: Evidence, arrival: Arrival) -> None:
-        """Decides about layers whose weights this commit changed; the others say nothing of what follows from their weights."""
-        for name, now in self._attributes().items():
-            changed = changes(before.attributes[name], now)
-            if changed and self.reload.get(name, UNPROVED) == UNPROVED:
-                # Also of a layer without routes, or one that is direct by now: it follows from some layer's weights, we cannot tell
-                # which. The session, which rebuilds it, runs on every commit.
-                self.reload[name] = f"{changed}{DERIVED}"
-                self.direct.discard(name)
-        routes, brought = before.watched.routes, arrival.brought(before.watched)
-        held = arrival.held(before.watched.renewed(self.host.model))
-        stale = {layer_of(r.param) for r, was, new in zip(routes, before.held, brought, strict=True) if was != new}
-        different = {layer_of(r.param): r.param for r, now, new in zip(routes, held, brought, strict=True) if now != new}
-        for layer in stale:
-            if self.reload.get(layer) != UNPROVED:
-                continue
-            if layer in different:
-                self.reload[layer] = f"{different[layer]} is not stored as the checkpoint has it"
-            else:
-                self.direct.add(layer)
-                del self.reload[layer]
-
-    def _promote_rebuilt(self, tensors: Tensors) -> None:
-        """Layers from whose weights the engine derives something, if deriving it from copied regions gives the very same layer.
-
-        From zeros first: a rebuild that does nothing would make of the same weights the same.
-        """
-        candidates = [layer for layer, reason in self.reload.items() if reason.endswith(DERIVED) and self._rebuildable(layer)]
-        before = {layer: self.host.computes(layer) for layer in candidates}
-        same = set(candidates)
-        if candidates:
-            for source, as_before in ((Zeros(tensors), False), (tensors, True)):
-                for layer in candidates:
-                    self._rebuild(layer, source)
-                self.host.refresh()
-                same &= {layer for layer in candidates if torch.equal(before[layer], self.host.computes(layer)) == as_before}
-        if len(same) < len(candidates):  # what the session has made is right, so it makes it again
-            for layer in (set(candidates) - same) & self.routes.keys():  # one without routes keeps its reason: its partner is not rebuilt
-                self.reload[layer] = "it is not the same when it is rebuilt"
-            with self.host.reload():
-                self.host.load(self._wanted(tensors))
-        for layer in same:
-            self.rebuild.add(layer)
-            del self.reload[layer]
-
-    def _rebuildable(self, layer: str) -> bool:
-        """Whether routes alone fill the layer: no padding, no constants. One without routes is tied to another, which is rebuilt."""
-        params = [param for param in self.plan.params if param.layer == layer]
-        routed = sum(route.target.numel for route in self.routes[layer] if route.tensor is not None) if layer in self.routes else 0
-        needed = sum(Region(0, param.shape, ()).numel for param in params if param.spare == 0)
-        return self.host.rebuilds(layer) and routed == needed and not any(param.spare for param in params if layer in self.routes)
-
-    def _rebuild(self, layer: str, tensors: Tensors) -> None:
+    def rebuild_layer(self, layer: str, tensors: Tensors) -> None:
         def fill(params: Tensors) -> None:
             named = {route.param: params[route.param.rpartition(".")[2]] for route in self.routes[layer]}
             copy_regions(self.routes[layer], named, tensors)
@@ -203,62 +153,74 @@ class Applier:
         if layer in self.routes:
             self.host.rebuild(layer, fill)
 
+    def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that layers on reload read, in their order; all of them where a layer's reads are not known."""
+        names = {route.tensor for layer, routes in self.routes.items() if layer in self.reload for route in routes}
+        every = any(layer in self.plan.reload_only for layer in self.reload)
+        yield from ((name, tensors[name]) for name in tensors if every or name in names)
 
-class Zeros(Mapping[str, torch.Tensor]):
-    """Tensors of the same names and shapes, made when they are asked for."""
+    def _watched(self) -> Copies | None:
+        """What layers on reload read that can be read back: the same object as `copies` has it, for as long as they are the same."""
+        layers = frozenset(layer for layer in self.reload if layer not in self.unproved and layer in self.routes)
+        if not layers:
+            return None
+        if self._watch is None or self._watch.layers != layers:
+            routes = [route for layer in sorted(layers) for route in self.routes[layer] if route.tensor is not None]
+            self._watch = Copies(self.host.model, layers, routes, None)
+        else:
+            self._watch = self._watch.renewed(self.host.model)
+        return self._watch
 
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
+    def look(self) -> Look:
+        """At all that the engine's modules hold beside the weights."""
+        live = dict(live_tensors(self.host.model))
+        return Look(self.host.model, [*(live[name] for name in {route.param for route in self.plan.routes}), *self.host.filled()])
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.zeros_like(self.tensors[name])
+    def _rehearse(self, arrival: Arrival, watched: Copies) -> Rehearsed | None:
+        """None, and no layer is promoted, where the engine's loader does not take weights that are nobody's."""
+        try:
+            self.session(Scrambled(arrival.tensors_of(), self.host.device))
+        except Exception as error:
+            why = f"the engine's loader did not take other weights: {type(error).__name__}: {error}"
+            self.reload = {layer: why if reason == UNPROVED else reason for layer, reason in self.reload.items()}
+            return None
+        return Rehearsed(self.look(), arrival.held(watched.renewed(self.host.model)))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
+    def _find_derived(self, before: Look, after: Look) -> None:
+        """Also of a module without routes: what it holds follows from some layer's weights, we cannot tell which. The session, which
+        rebuilds it, runs on every commit."""
+        self.derived = after.changed(before)
+        for name, places in self.derived.items():
+            if self.reload.get(name, UNPROVED) == UNPROVED:
+                self.reload[name] = f"{min(way for _, way in places)}{DERIVED}"
 
-    def __len__(self) -> int:
-        return len(self.tensors)
+    def _read_back(self, arrival: Arrival, watched: Copies, rehearsed: Rehearsed | None) -> None:
+        """Whether layers on reload hold what was brought. Decides about those that are not judged yet.
 
+        Raises `DigestMismatch` where one does not that did before.
+        """
+        routes, brought = watched.routes, arrival.brought(watched)
+        held = arrival.held(watched.renewed(self.host.model))
+        different = {layer_of(r.param): r for r, now, new in zip(routes, held, brought, strict=True) if now != new}
+        same = {layer_of(r.param) for r, was, new in zip(routes, rehearsed.held, brought, strict=True) if was == new} if rehearsed else set()
+        for layer in watched.layers & self.reload.keys():
+            if layer not in different:
+                self.comparable.add(layer)
+                self._decide(layer, UNTOUCHED if layer in same else None)
+            elif layer in self.comparable:
+                route = different[layer]
+                text = f"{route.param} does not hold the bytes of {route.tensor} after the engine's reload session"
+                raise DigestMismatch(text, tensor=route.tensor)
+            else:
+                self.unproved[layer] = f"{different[layer].param}{OTHERWISE}"
+                self._decide(layer, self.unproved[layer])
+        self.read = {route.tensor for route in routes if route.tensor and layer_of(route.param) in self.comparable & self.reload.keys()}
 
-def attributes(module: torch.nn.Module) -> dict[str, object]:
-    """What a layer holds beside its parameters and submodules, one level into its quantisation method. Values are kept alive, so that
-    an object that is replaced cannot be mistaken for its successor; of tensors a sample is taken, so that a change in place is seen."""
-    found: dict[str, object] = {}
-    for prefix, owner in (("", module), ("quant_method.", getattr(module, "quant_method", None))):
-        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
-            if name not in ("_parameters", "_modules", "_buffers", "quant_method"):
-                found[prefix + name] = sample(value) if isinstance(value, torch.Tensor) else value
-                found |= {f"{prefix}{name}[{key}]": sample(item) for key, item in _items(value) if isinstance(item, torch.Tensor)}
-    return found | {name: buffer if buffer is None else sample(buffer) for name, buffer in module._buffers.items()}
-
-
-def _items(value: object) -> Iterable[tuple[object, object]]:
-    """What a container holds: its tensors may be replaced while it stays the same object."""
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, list | tuple) else ()
-
-
-def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A few thousand elements, evenly spread. What is computed from weights differs almost everywhere when they change, and a layer may
-    hold gigabytes (a KV cache)."""
-    order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
-    dense = tensor.detach().permute(order)
-    flat = dense.view(-1) if dense.is_contiguous() else dense.reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].cpu().clone()
-
-
-SAMPLE = 4096
-SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, MethodType)
-
-
-def changes(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
-    """The first attribute that was replaced, added or changed."""
-    for name in (*after, *(before.keys() - after.keys())):
-        old, new = before.get(name), after.get(name)
-        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-            if old.dtype != new.dtype or old.shape != new.shape or not torch.equal(bits(old.contiguous()), bits(new.contiguous())):
-                return name
-        elif old is not new and not (isinstance(old, SIMPLE) and isinstance(new, SIMPLE) and old == new):
-            return name
-    return None
+    def _decide(self, layer: str, why: str | None) -> None:
+        """Once: what is on reload for another reason stays there."""
+        if self.reload[layer] == UNPROVED:
+            if why is None:
+                del self.reload[layer]
+                self.direct.add(layer)
+            else:
+                self.reload[layer] = why

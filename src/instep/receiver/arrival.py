@@ -67,8 +67,11 @@ class Seen:
 
     once = False
 
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Tensors, metas: Sequence[TensorMeta]) -> None:
+        self.tensors, self.metas = tensors, metas
+
+    def tensors_of(self) -> Sequence[TensorMeta]:
+        return self.metas
 
     def move(self, copies: Copies, _: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         copy_regions(copies.routes, copies.live, self.tensors)
@@ -90,7 +93,7 @@ class Seen:
         for route in copies.routes:
             if not holds(copies.live[route.param], route, self.tensors):
                 raise DigestMismatch(f"{route.param} does not hold the bytes of {route.tensor} after the copy", tensor=route.tensor)
-        return Proof(len({route.tensor for route in copies.routes}), complete=True)
+        return Proof(len(applier.read.union(route.tensor for route in copies.routes if route.tensor)), complete=True)
 
     def forget(self) -> None:
         self.tensors = {}
@@ -107,6 +110,9 @@ class Pulled:
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.parts: dict[str, int] = {}
         self.puller: Puller | None = None  # of direct layers, where there are any
+
+    def tensors_of(self) -> list[TensorMeta]:
+        return list(self.metas.values())
 
     def move(self, copies: Copies, _: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         if copies.routes:
@@ -157,7 +163,7 @@ def arrive(manifest: Manifest, reader: Reader, launch: int = 0) -> Any:
     launch: of the trainer's sums (see `protocol.CommitRequest`).
     """
     if reader.arrived:
-        return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors})
+        return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors}, manifest.tensors)
     if not reader.streams:
         return Pulled(manifest, reader, launch)
     from instep.receiver.stream import Streamed

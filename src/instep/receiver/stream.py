@@ -100,6 +100,9 @@ class Streamed:
         self.aside: Aside | None = None
         reader.begin()  # nothing is written before it is known that all take part
 
+    def tensors_of(self) -> list[TensorMeta]:
+        return self.manifest.tensors
+
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Mapping[str, torch.Tensor]:
         """Of a version whose tensors are asked for in turn a bucket comes when something in it is asked for."""
         at = self.manifest.location.address, watched

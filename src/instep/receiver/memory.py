@@ -1,0 +1,110 @@
+"""Sums of memory that tensors lie in: any device, every byte, each stretch once."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+import torch
+import xxhash
+
+from instep.digest_cuda import Run, Table
+
+Extent = tuple[torch.device, int, int]
+"""A device, the address of a first byte, and that of the byte after the last."""
+
+
+def extent(tensor: torch.Tensor) -> Extent | None:
+    """Where a strided tensor lies, gaps between its elements counted in. None where it has no memory."""
+    if tensor.numel() == 0 or not (start := tensor.data_ptr()):
+        return None
+    elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.device, start, start + elements * tensor.element_size()
+
+
+class Memory:
+    """spared: tensors whose memory is left out. What lies in the gaps between the elements of one is not."""
+
+    def __init__(self, spared: Iterable[torch.Tensor]) -> None:
+        self._slots: dict[Extent, int] = {}
+        self._bytes: list[torch.Tensor] = []
+        self._with_gaps: set[Hashable] = set()
+        stretches: dict[torch.device, list[tuple[int, int]]] = defaultdict(list)
+        for tensor in spared:
+            if (found := extent(tensor)) is not None:
+                device, start, stop = found
+                if stop - start > tensor.numel() * tensor.element_size():
+                    self._with_gaps.add(_elements(tensor))
+                else:
+                    stretches[device].append((start, stop))
+        self._spared = {device: _joined(some) for device, some in stretches.items()}
+
+    def is_spared(self, tensor: torch.Tensor, found: Extent) -> bool:
+        device, start, stop = found
+        stretches = self._spared.get(device, [])
+        at = bisect_right(stretches, start, key=lambda stretch: stretch[0]) - 1
+        return (at >= 0 and stop <= stretches[at][1]) or (bool(self._with_gaps) and _elements(tensor) in self._with_gaps)
+
+    def slot(self, tensor: torch.Tensor, found: Extent) -> int:
+        """Which of `sums` will be that of the tensor's memory."""
+        if found not in self._slots:
+            self._slots[found] = len(self._slots)
+            storage = tensor.untyped_storage()
+            offset = tensor.storage_offset() * tensor.element_size()
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self._bytes.append(flat.set_(storage, offset, (found[2] - found[1],), (1,)))  # type: ignore[call-overload]
+        return self._slots[found]
+
+    def sums(self) -> list[int]:
+        """Waits. Equal for equal bytes. The tensors are let go."""
+        found, self._bytes = self._bytes, []
+        of_device: dict[torch.device, list[int]] = defaultdict(list)
+        for slot, flat in enumerate(found):
+            of_device[flat.device].append(slot)
+        sums = [0] * len(found)
+        for device, slots in of_device.items():
+            some = [found[slot] for slot in slots]
+            for slot, total in zip(slots, _on_gpu(some, device) if device.type == "cuda" else map(_hash, some), strict=True):
+                sums[slot] = total
+        return sums
+
+
+def _elements(tensor: torch.Tensor) -> Hashable:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, those that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(stretches):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _hash(flat: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(flat.cpu().numpy().data)
+
+
+def _on_gpu(found: list[torch.Tensor], device: torch.device) -> list[int]:
+    """One launch for all words of 8 bytes, and one transfer for what is left over before and behind them."""
+    runs, rest = [], []
+    for slot, flat in enumerate(found):
+        start, size = flat.data_ptr(), flat.numel()
+        first = min(-start % 8, size)
+        words = (size - first) // 8
+        if words:
+            runs.append(Run(start + first, 0, 1, words, words, words, 0, words, 0, slot, "uint8"))
+        rest += [(slot, part) for part in (flat[:first], flat[first + 8 * words :]) if len(part)]
+    table = Table(runs, len(found), device, copy=False)
+    table.launch()
+    sums, _ = table.result()
+    odd = torch.cat([part for _, part in rest]).cpu().numpy() if rest else np.empty(0, np.uint8)
+    ends = np.cumsum([0, *(len(part) for _, part in rest)])
+    for (slot, _), low, high in zip(rest, ends, ends[1:], strict=False):
+        sums[slot] = xxhash.xxh3_64_intdigest(odd[low:high].tobytes(), seed=sums[slot])
+    return sums

@@ -1,0 +1,89 @@
+"""Layers from whose weights an engine derives something: made anew from copied regions, where that is shown to give the very same layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from instep.protocol import Region
+from instep.receiver.regions import Tensors
+
+if TYPE_CHECKING:
+    from instep.receiver.apply import Applier
+
+DERIVED = " is derived from weights"
+
+
+def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
+    """Promotes each layer that computes the same, bit for bit, when it is rebuilt, as after the session that went before.
+
+    From zeros first, which must change all that was found to be derived: a rebuild that does nothing, or forgets something, would make of
+    the same weights the same.
+    """
+    candidates = [layer for layer, reason in applier.reload.items() if reason.endswith(DERIVED) and _rebuildable(applier, layer)]
+    if not candidates:
+        return
+    made, before = applier.look(), {layer: _computes(applier, layer) for layer in candidates}
+    same = {layer for layer in candidates if before[layer] is not None}
+    same = {layer for layer in same if _rebuilt(applier, layer, Zeros(tensors))}
+    applier.host.refresh()
+    of_zeros = applier.look()
+    same = {layer for layer in same if not any(of_zeros.as_it_was(made, place) for place in applier.derived[layer])}
+    same = {layer for layer in same if not _equal(before[layer], _computes(applier, layer))}
+    same = {layer for layer in same if _rebuilt(applier, layer, tensors)}
+    applier.host.refresh()
+    same = {layer for layer in same if _equal(before[layer], _computes(applier, layer))}
+    if len(same) < len(candidates):  # what the session has made is right, so it makes it again
+        for layer in (set(candidates) - same) & applier.routes.keys():  # one without routes keeps its reason: its partner is not rebuilt
+            applier.reload[layer] = "it is not the same when it is rebuilt"
+        applier.session(tensors)
+    for layer in same:
+        applier.rebuild.add(layer)
+        del applier.reload[layer]
+
+
+def _rebuildable(applier: Applier, layer: str) -> bool:
+    """Whether routes alone fill the layer: no padding, no constants. One without routes is tied to another, which is rebuilt."""
+    params = [param for param in applier.plan.params if param.layer == layer]
+    routed = sum(route.target.numel for route in applier.routes[layer] if route.tensor is not None) if layer in applier.routes else 0
+    needed = sum(Region(0, param.shape, ()).numel for param in params if param.spare == 0)
+    return applier.host.rebuilds(layer) and routed == needed and not any(param.spare for param in params if layer in applier.routes)
+
+
+def _rebuilt(applier: Applier, layer: str, source: Tensors) -> bool:
+    """Whether the engine's hook worked."""
+    try:
+        applier.rebuild_layer(layer, source)
+    except Exception:  # the session puts it right
+        return False
+    return True
+
+
+def _computes(applier: Applier, layer: str) -> torch.Tensor | None:
+    """None where the layer cannot be tried."""
+    try:
+        return applier.host.computes(layer)
+    except Exception:
+        return None
+
+
+def _equal(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    return before is not None and now is not None and torch.equal(before, now)
+
+
+class Zeros(Mapping[str, torch.Tensor]):
+    """Tensors of the same names and shapes, made when they are asked for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.zeros_like(self.tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)

@@ -1,0 +1,45 @@
+"""Weights that are not the trainer's: a reload session with them, before that with the real ones, shows what an engine derives from weights.
+
+They have the same names, shapes and dtypes, and differ from what models have in every element and in every simple statistic. No byte of
+the trainer's is needed for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from instep.digest import seed_of
+from instep.protocol import TensorMeta
+from instep.receiver.regions import bits
+
+PERIOD = 8191
+"""A prime: rows of a matrix differ from each other, whatever their length."""
+
+
+class Scrambled(Mapping[str, torch.Tensor]):
+    """Tensors of these names, shapes and dtypes, made when they are asked for. An alias has the values of what it stands for.
+
+    Numbers are from 16 to 32, in an order of their own for each tensor. Integers are zeros, which are valid as indices.
+    """
+
+    def __init__(self, metas: Iterable[TensorMeta], device: str) -> None:
+        self.metas, self.device = {meta.name: meta for meta in metas}, device
+        order = torch.arange(PERIOD, device=device, dtype=torch.int64) * 3001 % PERIOD
+        self._numbers = 16 + 16 * order.to(torch.float32) / PERIOD
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        meta = self.metas[name]
+        dtype: torch.dtype = getattr(torch, meta.dtype)
+        if not dtype.is_floating_point:
+            return torch.zeros(meta.shape, dtype=dtype, device=self.device)
+        start = seed_of(self.metas[meta.alias_of or name]) % PERIOD
+        period = bits(self._numbers.roll(-start).to(dtype))
+        return period.repeat(-(-meta.numel // PERIOD))[: meta.numel].view(dtype).view(meta.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metas)
+
+    def __len__(self) -> int:
+        return len(self.metas)
