@@ -5,9 +5,6 @@ Invariant 5: derived state is rebuilt or proved untouched. Invariant 8: addresse
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -81,7 +78,7 @@ def test_a_push_of_the_weights_that_are_there_promotes_too() -> None:
 
 
 def test_only_layers_on_reload_are_loaded_by_the_session() -> None:
-    host = ToyHost(Model(), fill, replaced)
+    host = ToyHost(Model(), fill, lambda model: setattr(model.a, "packed", model.a.weight.sum(1)))
     applier = start(host, weights(0))
     push(applier, weights(1))
     push(applier, weights(2))
@@ -124,96 +121,6 @@ def test_integers_are_not_judged_by_zeros_that_they_have_already() -> None:
     applier = start(host, tensors)
     push(applier, tensors)
     assert applier.direct == {"a"}
-
-
-def total(model: nn.Module) -> torch.Tensor:
-    return model.a.weight.sum(1)
-
-
-def replaced(model: nn.Module) -> None:
-    model.a.packed = total(model)
-
-
-def changed_in_place(model: nn.Module) -> None:
-    if not hasattr(model.a, "packed"):
-        model.a.packed = torch.zeros(4)
-    model.a.packed.copy_(total(model))
-
-
-def buffer(model: nn.Module) -> None:
-    model.a.register_buffer("packed", total(model))
-
-
-def in_a_list(model: nn.Module) -> None:
-    model.a.pieces = [total(model)]
-    model.a.packed = model.a.pieces[0]
-
-
-def inside_a_list(model: nn.Module) -> None:
-    model.a.__dict__.setdefault("pieces", [None])[0] = total(model)
-
-
-def inside_a_dictionary(model: nn.Module) -> None:
-    model.a.__dict__.setdefault("pieces", {})["x"] = total(model)
-
-
-def a_number(model: nn.Module) -> None:
-    model.a.packed = float(total(model).sum())
-
-
-def of_the_quantisation_method(model: nn.Module) -> None:
-    model.a.quant_method = getattr(model.a, "quant_method", SimpleNamespace())
-    model.a.quant_method.packed = total(model)
-
-
-def on_the_parent(model: nn.Module) -> None:
-    model.packed = total(model)
-
-
-def on_another_layer(model: nn.Module) -> None:
-    model.b.packed = total(model)
-
-
-DERIVED = {
-    "a": (replaced, changed_in_place, buffer, in_a_list, inside_a_list, inside_a_dictionary, a_number, of_the_quantisation_method),
-    "": (on_the_parent,),
-    "b": (on_another_layer,),
-}
-CASES = [pytest.param(owner, finish, id=finish.__name__) for owner, finishes in DERIVED.items() for finish in finishes]
-
-
-def derived(model: nn.Module) -> object:
-    for module in model.modules():
-        for holder in (module, getattr(module, "quant_method", None)):
-            if "pieces" in getattr(holder, "__dict__", {}):
-                return holder.pieces[next(iter(holder.pieces)) if isinstance(holder.pieces, dict) else 0]
-            if hasattr(holder, "packed"):
-                return holder.packed
-    raise AssertionError("no derived state")
-
-
-@pytest.mark.parametrize(("owner", "finish"), CASES)
-@pytest.mark.parametrize("first", ["another push", "the same weights", "the other layer"])
-def test_derived_state_follows_every_push(owner: str, finish: Callable[[nn.Module], None], first: str) -> None:
-    """Whatever is computed from a layer's weights at the end of a session follows each push, whichever layers the first one changed."""
-    host = ToyHost(Model(), fill, finish)
-    applier = start(host, weights(0))
-    match first:
-        case "another push":
-            push(applier, weights(1))
-        case "the same weights":
-            push(applier, weights(0))
-        case "the other layer":
-            push(applier, weights(0) | {"b.weight": weights(1)["b.weight"]})
-    for seed in (2, 3, 4):
-        push(applier, weights(seed))
-        assert holds(host, weights(seed))
-        expected = Model().requires_grad_(False)
-        for name, tensor in weights(seed).items():
-            fill(expected, name, tensor)
-        assert torch.equal(torch.as_tensor(derived(host.model)), total(expected) if finish is not a_number else total(expected).sum())
-    assert "derived from" in applier.reload[owner]
-    assert not applier.direct & applier.reload.keys()
 
 
 class Tied(nn.Module):

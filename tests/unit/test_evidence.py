@@ -17,7 +17,7 @@ from toys import Checkpoint, ToyHost, described
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import Seen
 from instep.receiver.evidence import Look
-from instep.receiver.trace import shape_only, trace
+from instep.receiver.trace import trace
 
 ROWS = 96
 
@@ -59,8 +59,10 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.beside = nn.Linear(ROWS, ROWS, bias=False), nn.Module()
+        self.other = nn.Linear(3, 3, bias=False)
         self.beside.box = {"x": {"y": [{}]}}
         self.beside.slotted, self.beside.plain, self.beside.cache = Slotted(), Plain(), Cache()
+        self.beside.items = [None]
         self.beside.queue, self.beside.pair = deque([None]), (Plain(), 1)
         self.beside.hidden = [nn.Linear(ROWS, ROWS)]  # in a list, so that it is no module of the model
         self.beside.of_all, self.beside.derived = OfAll(), Derived()
@@ -131,6 +133,10 @@ def between_the_weights_in_their_memory(model: Model, value: torch.Tensor) -> No
 PLACES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]] = {
     "attribute": (lambda m, v: setattr(m.beside, "kept", v), lambda m: m.beside.kept),
     "of the layer itself": (lambda m, v: setattr(m.a, "kept", v), lambda m: m.a.kept),
+    "another layer": (lambda m, v: setattr(m.other, "kept", v), lambda m: m.other.kept),
+    "quantisation method": (lambda m, v: setattr(m.a, "quant_method", SimpleNamespace(kept=v)), lambda m: m.a.quant_method.kept),
+    "list that stays": (lambda m, v: m.beside.items.__setitem__(0, v), lambda m: m.beside.items[0]),
+    "list that is replaced": (lambda m, v: setattr(m.beside, "items", [v]), lambda m: m.beside.items[0]),
     "object": (lambda m, v: setattr(m.beside.plain, "kept", v), lambda m: m.beside.plain.kept),
     "object with slots": (lambda m, v: setattr(m.beside.slotted, "kept", v), lambda m: m.beside.slotted.kept),
     "object in a tuple": (lambda m, v: setattr(m.beside.pair[0], "kept", v), lambda m: m.beside.pair[0].kept),
@@ -162,20 +168,15 @@ PLACES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]
 
 
 def weights(seed: int) -> Checkpoint:
-    return {"a.weight": torch.randn(ROWS, ROWS, generator=torch.Generator().manual_seed(seed))}
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(n, n, generator=generator) for name, n in (("a.weight", ROWS), ("other.weight", 3))}
 
 
 def start(host: ToyHost, tensors: Checkpoint) -> Applier:
     """After the first weights of an engine were loaded."""
     with host.reload():
         host.load(tensors.items())
-    host.checkpoint_layout = lambda: without_derived(host.model)  # type: ignore[method-assign]
     return Applier(host, trace(host, described(tensors)))
-
-
-def without_derived(model: Any) -> Any:
-    """The layout of a loader that knows no derived parameter, as vLLM's."""
-    return shape_only(model)
 
 
 def push(applier: Applier, tensors: Checkpoint) -> None:
@@ -191,6 +192,8 @@ def changed(how: str) -> Checkpoint:
     match how:
         case "one element":
             first["a.weight"][3, 5] += 1
+        case "another layer":
+            first["other.weight"] += 1
         case "all":
             first = weights(1)
         case "the last row":
@@ -198,7 +201,7 @@ def changed(how: str) -> Checkpoint:
     return first
 
 
-@pytest.mark.parametrize("how", ["nothing", "one element", "all"])
+@pytest.mark.parametrize("how", ["nothing", "one element", "another layer", "all"])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_derived_follows_every_push_wherever_it_is_kept(place: str, how: str) -> None:
     keep, kept = PLACES[place]
@@ -206,7 +209,7 @@ def test_what_is_derived_follows_every_push_wherever_it_is_kept(place: str, how:
     applier = start(host, weights(0))
     for tensors in (changed(how), weights(2), weights(2), weights(3)):
         push(applier, tensors)
-        assert torch.equal(host.model.a.weight, tensors["a.weight"])
+        assert all(torch.equal(host.model.get_parameter(name), tensor) for name, tensor in tensors.items())
         assert torch.equal(kept(host.model), 2 * tensors["a.weight"])
     assert any(reason.endswith("is derived from weights") for reason in applier.reload.values())
 
@@ -255,7 +258,7 @@ def test_what_does_not_follow_from_weights_keeps_no_layer_from_being_copied(kind
     host = ToyHost(Model(), fill, UNRELATED[kind])
     applier = start(host, weights(0))
     push(applier, weights(1))
-    assert (applier.direct, applier.reload) == ({"a"}, {})
+    assert (applier.direct, applier.reload) == ({"a", "other"}, {})
 
 
 def test_what_two_layers_share_keeps_both_on_reload() -> None:
@@ -278,7 +281,7 @@ def test_a_look_leaves_out_what_generation_fills() -> None:
     host = Host(Model(), fill, lambda model: setattr(model.beside, "kept", (model.a.weight * 2).clone()))
     applier = start(host, weights(0))
     push(applier, weights(1))
-    assert applier.direct == {"a"}
+    assert applier.direct == {"a", "other"}
 
 
 def test_a_look_is_not_disturbed_by_objects_that_cannot_be_looked_into() -> None:

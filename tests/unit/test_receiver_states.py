@@ -13,6 +13,7 @@ from toys import Checkpoint, ToyHost, described
 
 from instep.plan.routes import signature
 from instep.protocol import PrepareRequest
+from instep.receiver.kept import Kept
 
 WRONG_LISTS = {
     "a tensor is missing": {"a.weight": torch.ones(4, 6)},
@@ -80,7 +81,8 @@ def test_it_stays_dirty_until_a_version_is_whole(trainer: Trainer, host: ToyHost
             raise RuntimeError("boom")
         fill(model, name, tensor)
 
-    trainer.trace()  # a new plan: every layer takes the session again
+    trainer.receiver.kept = Kept()
+    trainer.trace()  # nothing is known of its layers: every one takes the session again
     host.fill = half
     trainer.prepare("v2", weights(2.0))
     reply = trainer.commit("v2")

@@ -20,6 +20,7 @@ from instep.errors import DigestMismatch, EngineDirty, SyncError
 from instep.protocol import Request, encode
 from instep.receiver import state
 from instep.receiver.arrival import Proof, Pulled, Seen
+from instep.receiver.kept import Kept
 
 pytestmark = pytest.mark.usefixtures("segments")
 START, ONE, TWO = map(attention, range(3))
@@ -35,7 +36,7 @@ class Told(Seen):
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     def arrive(manifest: Any, reader: Any, launch: int = 0) -> Told:
-        return Told({meta.name: reader.tensor(meta) for meta in manifest.tensors})
+        return Told({meta.name: reader.tensor(meta) for meta in manifest.tensors}, manifest.tensors)
 
     monkeypatch.setattr(state, "arrive", arrive)
 
@@ -71,6 +72,7 @@ def test_a_commit_that_failed_is_not_accepted(trainer: Trainer, host: ToyHost) -
         raise RuntimeError("told to fail")
 
     trainer.push("v1", 1.0)
+    trainer.receiver.kept = Kept()  # every layer takes the session
     trainer.trace()
     host.fill = half
     trainer.prepare("v2", weights(2.0))

@@ -60,7 +60,7 @@ def adopt(worker: Any, host: VllmHost, kind: type[Receiver]) -> None:
 class VllmHost:
     """A vLLM worker as a receiver sees it."""
 
-    always_reloads = None
+    always_reloads: str | None = None
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker

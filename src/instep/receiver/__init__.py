@@ -64,11 +64,13 @@ class Host(Protocol):
     def refresh(self) -> None:
         """To be called after the last `rebuild`: layers tied to a rebuilt one follow."""
 
-    always_reloads: str | None
-    """Why every layer takes the reload session on every push, whatever a session shows; None where that decides."""
+    @property
+    def always_reloads(self) -> str | None:
+        """Why every layer takes the reload session on every push, whatever one shows; None where
+        what a session shows decides."""
 
     def filled(self) -> Iterable[torch.Tensor]:
-        """Tensors within reach of the model that generation fills, and not loading: caches. What they hold follows from no weight alone."""
+        """Tensors within reach of the model that generation fills, and loading does not: caches."""
 
     def adapter(self, number: int) -> Host:
         """The LoRA adapter that requests ask for by this number. Raises `PlanError` where the engine serves none."""

@@ -1,9 +1,10 @@
 """How a prepared version gets into live storage, and which layer takes which way.
 
-*reload*: the engine's own reload session; right for every layer, and slow. *direct*: regions copied straight into live storage. Every
-layer starts on reload. The first commit runs the session twice, with weights that are nobody's and then with the version's, and whatever
-else differs between the two is derived from weights. A layer is promoted if it holds none of that, and if the second session has brought
-its live bytes, read back through its routes, from other ones to the version's: then a plain copy leaves nothing stale.
+*reload*: the engine's own reload session; right for every layer, and slow. *direct*: regions copied
+straight into live storage. Every layer starts on reload. The first commit runs the session twice,
+with weights that are nobody's and then with the version's, and what else differs between the two is
+derived from weights. A layer is promoted if it holds none of that, and if the second session has
+brought its live bytes, read back through its routes, from other ones to the version's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from instep.receiver.evidence import Look, Place
 from instep.receiver.rebuilt import DERIVED, try_rebuilding
 from instep.receiver.regions import Tensors, copy_regions
 from instep.receiver.rehearsal import Scrambled
+from instep.receiver.structure import Structure
 from instep.receiver.trace import layer_of
 
 UNPROVED = "not proved yet"
@@ -68,8 +70,9 @@ class Arrival(Protocol):
 class Applier:
     """The copies of one worker. `direct` and `rebuild` hold the promoted layers, `reload` the others with the reason.
 
-    unproved: layers on reload that cannot be read back, and why. comparable: those that were. read: tensors that the last commit read
-    back from layers on reload. derived: what each module holds that follows from weights, where that is.
+    unproved: layers on reload that cannot be read back, and why. comparable: those that were. read:
+    tensors that the last commit read back from layers on reload. derived: places of what follows from
+    weights, by the modules that hold it.
     """
 
     host: Host
@@ -92,6 +95,7 @@ class Applier:
         self.reloaded = False  # in the last commit
         self._copies: Copies | None = None
         self._watch: Copies | None = None
+        self._structure: Structure | None = None  # when the last layer was promoted
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
@@ -118,6 +122,15 @@ class Applier:
             try_rebuilding(self, tensors)
         if watched:
             self._read_back(arrival, watched, rehearsed)
+        if self.direct | self.rebuild != (self._structure.layers.keys() if self._structure else set()):
+            derived = {layer: {_attribute(way) for _, way in self.derived.get(layer, ())} for layer in self.direct | self.rebuild}
+            self._structure = Structure(self.host.model, derived)
+
+    def stays(self) -> bool:
+        """Whether what was proved holds still: the model has the same modules, and direct layers lie
+        where they lay."""
+        lie = self._copies is None or self._copies.stay(self.host.model)
+        return lie and (self._structure is None or self._structure.stays(self.host.model))
 
     def copies(self, *, look: bool = True) -> Copies:
         """Of the direct layers: the same object for as long as those are the same and lie where they lay.
@@ -187,8 +200,8 @@ class Applier:
         return Rehearsed(self.look(), arrival.held(watched.renewed(self.host.model)))
 
     def _find_derived(self, before: Look, after: Look) -> None:
-        """Also of a module without routes: what it holds follows from some layer's weights, we cannot tell which. The session, which
-        rebuilds it, runs on every commit."""
+        """Also of a module without routes: what it holds follows from some layer's weights, we cannot
+        tell which. The session, which rebuilds it, runs on every commit."""
         self.derived = after.changed(before)
         for name, places in self.derived.items():
             if self.reload.get(name, UNPROVED) == UNPROVED:
@@ -201,8 +214,10 @@ class Applier:
         """
         routes, brought = watched.routes, arrival.brought(watched)
         held = arrival.held(watched.renewed(self.host.model))
-        different = {layer_of(r.param): r for r, now, new in zip(routes, held, brought, strict=True) if now != new}
-        same = {layer_of(r.param) for r, was, new in zip(routes, rehearsed.held, brought, strict=True) if was == new} if rehearsed else set()
+        layers = [layer_of(route.param) for route in routes]
+        different = {layer: route for layer, route, now, new in zip(layers, routes, held, brought, strict=True) if now != new}
+        before = rehearsed.held if rehearsed else [None] * len(routes)
+        same = {layer for layer, was, new in zip(layers, before, brought, strict=True) if was == new}
         for layer in watched.layers & self.reload.keys():
             if layer not in different:
                 self.comparable.add(layer)
@@ -224,3 +239,8 @@ class Applier:
                 self.direct.add(layer)
             else:
                 self.reload[layer] = why
+
+
+def _attribute(way: str) -> str:
+    """The first of those that a way leads through."""
+    return way.partition(".")[0].partition("[")[0]

@@ -45,6 +45,9 @@ class Proof:
     parts: dict[str, int] = field(default_factory=dict)
     theirs: dict[str, int] = field(default_factory=dict)
 
+    def sums(self) -> dict[str, dict[str, int]]:
+        return {"wholes": self.wholes, "parts": self.parts, "theirs": self.theirs}
+
 
 class Lazy(Mapping[str, torch.Tensor]):
     """Tensors that are made when they are asked for, and not kept."""

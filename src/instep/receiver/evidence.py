@@ -1,8 +1,11 @@
-"""Everything that the modules of a model hold beside the weights of a plan: two looks at it say what an engine derives from weights.
+"""Everything that the modules of a model hold beside the weights of a plan.
 
-A look walks from each module through attributes, containers, objects, closures and attributes of tensors to any depth, and sums up the
-memory of every tensor that it meets, all of it. It stops at other modules of the model, which are walked under their own names, and at
-classes and objects of the standard library and of PyTorch. What only a global variable leads to is not seen.
+A look walks from each module through attributes, containers, objects, closures, classes and
+attributes of tensors, to any depth, and sums up the memory of every tensor that it meets, all of it.
+It stops at other modules of the model, which are walked under their own names, and at classes and
+objects of the standard library and of PyTorch. What only a global variable leads to is not seen.
+
+Two looks say what an engine derives from weights, if it loaded different weights before each.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Held(NamedTuple):
 
 
 class Same:
-    """An object that is compared by identity. Where it can be, it is not kept alive: it may hold a layer's packed weights."""
+    """An object that is compared by identity. Where that can be avoided it is not kept alive: it may
+    hold a layer's packed weights."""
 
     def __init__(self, value: object) -> None:
         try:
@@ -63,7 +67,8 @@ class Same:
 class Look:
     """What is held at this moment.
 
-    spared: tensors whose memory is not looked at, nor that of their views: the weights of the plan, and what generation fills.
+    spared: tensors whose memory is not looked at, nor that of their views: the weights of the plan,
+    and what generation fills.
     """
 
     def __init__(self, model: nn.Module, spared: Iterable[torch.Tensor]) -> None:
@@ -141,7 +146,7 @@ class Look:
         return self._modules.get(id(value)) or Same(value)
 
     def _of_tensor(self, tensor: torch.Tensor) -> object:
-        if is_traceable_wrapper_subclass(tensor) or tensor.is_meta:
+        if _is_wrapper(tensor) or tensor.is_meta:
             return tensor.dtype, tuple(tensor.shape)
         if tensor.layout is not torch.strided:
             dense = tensor.to_dense()
@@ -154,8 +159,8 @@ class Look:
 
     def _children(self, value: Any) -> Iterator[tuple[str, object]]:
         if isinstance(value, torch.Tensor):
-            if is_traceable_wrapper_subclass(value):
-                yield from ((f".{name}", getattr(value, name)) for name in value.__tensor_flatten__()[0])
+            if _is_wrapper(value):
+                yield from ((f".{name}", getattr(value, name)) for name in _inner(value))
             yield from ((f".{name}", child) for name, child in vars(value).items())
         elif isinstance(value, CONTAINERS):
             if not _is_plain(value):
@@ -172,10 +177,10 @@ class Look:
         elif isinstance(value, functools.partial):
             yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
         elif isinstance(value, type):
-            if _followed(value):
+            if is_followed(value):
                 yield from ((f".{name}", child) for name, child in vars(value).items() if not name.startswith("__"))
                 yield from ((f".{base.__name__}", base) for base in value.__bases__)
-        elif id(value) not in self._modules and _followed(value):
+        elif id(value) not in self._modules and is_followed(value):
             yield from ((f".{name}", child) for name, child in _attributes(value))
             yield ".__class__", type(value)
 
@@ -197,7 +202,18 @@ def _items(value: Any) -> Iterator[tuple[str, object]]:
         yield from ((f"[{at}]", item) for at, item in enumerate(items))
 
 
-def _followed(value: object) -> bool:
+def _is_wrapper(tensor: Any) -> bool:
+    """Whether a tensor is a class around other tensors, which have the memory."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _inner(tensor: Any) -> list[str]:
+    names: list[str] = tensor.__tensor_flatten__()[0]
+    return names
+
+
+def is_followed(value: object) -> bool:
+    """Whether an object may hold tensors, and is one that an engine's own code has made."""
     if isinstance(value, (*PLAIN, float, complex, np.generic, np.ndarray, *LEAVES)):
         return False
     kind = value if isinstance(value, type) else type(value)

@@ -54,7 +54,7 @@ class Memory:
             storage = tensor.untyped_storage()
             offset = tensor.storage_offset() * tensor.element_size()
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._bytes.append(flat.set_(storage, offset, (found[2] - found[1],), (1,)))  # type: ignore[call-overload]
+            self._bytes.append(flat.set_(storage, offset, (found[2] - found[1],), (1,)))
         return self._slots[found]
 
     def sums(self) -> list[int]:

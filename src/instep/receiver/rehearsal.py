@@ -1,7 +1,7 @@
-"""Weights that are not the trainer's: a reload session with them, before that with the real ones, shows what an engine derives from weights.
+"""Weights that are not the trainer's, for a reload session that goes before the one with the real ones.
 
-They have the same names, shapes and dtypes, and differ from what models have in every element and in every simple statistic. No byte of
-the trainer's is needed for them.
+They have the names, shapes and dtypes of the real ones, and differ from what models have in every
+element and in every simple statistic. No byte of the trainer's is needed for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ PERIOD = 8191
 
 
 class Scrambled(Mapping[str, torch.Tensor]):
-    """Tensors of these names, shapes and dtypes, made when they are asked for. An alias has the values of what it stands for.
+    """Tensors of these names, shapes and dtypes, made when they are asked for. An alias has the values
+    of what it stands for.
 
     Numbers are from 16 to 32, in an order of their own for each tensor. Integers are zeros, which are valid as indices.
     """

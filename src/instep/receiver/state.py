@@ -50,6 +50,7 @@ from instep.receiver.adapter import AdapterHost, check_base, check_merged
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import Prepared, arrive, check_arrival
 from instep.receiver.held import held
+from instep.receiver.kept import Kept
 from instep.receiver.lease import Lease
 from instep.receiver.request import Expected, decode_prepare
 from instep.receiver.served import Serves, Taken
@@ -72,6 +73,7 @@ class Receiver(Serves):
         self.host = host
         self.open_reader = open_reader
         self.incarnation = uuid.uuid4().hex
+        self.kept = Kept()
         self.applier: Applier | None = None
         self.signature: str | None = None
         self.expected = Expected([])
@@ -146,7 +148,7 @@ class Receiver(Serves):
             self.host.expect(wanted.tensors, wanted.config)
         plan = trace(self.host, wanted.tensors)
         self._give_up()
-        self.applier, self.signature = Applier(self.host, plan), wanted.signature
+        self.applier, self.signature = self.kept.applier(self.host, wanted.signature, plan), wanted.signature
         self.expected = Expected(wanted.tensors)
         return plan
 
@@ -233,6 +235,8 @@ class Receiver(Serves):
             raise VersionConflict(f"version {wanted.version!r} is not prepared here")
         manifest, reader, (arrived, digests) = prepared.manifest, prepared.reader, prepared.arrival.result()
         arrival = arrive(manifest, reader, wanted.launch)
+        if self.state == "dirty":
+            applier = self.applier = self.kept.anew(applier)
         started = time.perf_counter()
         self.writes()
         try:
@@ -264,9 +268,7 @@ class Receiver(Serves):
             rebuilt=rebuilt,
             reload=reload,
             read_back=proof.tensors,
-            wholes=proof.wholes if told else {},
-            parts=proof.parts if told else {},
-            theirs=proof.theirs if told else {},
+            **(proof.sums() if told else {}),
             proved=proved,
         )
 
