@@ -67,7 +67,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParamMeta(msgspec.Struct, frozen=True, array_like=True):
-    """One parameter of a worker in checkpoint layout. `spare` of its elements need not be written, for the reason in `kept`."""
+    """One parameter of a worker in checkpoint layout, or a buffer that its module saves. `spare` of its
+    elements need not be written, for the reason in `kept`."""
 
     name: str
     layer: str
@@ -75,15 +76,21 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     spare: int = 0
     kept: str | None = None
+    buffer: bool = False
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """What one worker's loader did with shape-only tensors: the parameters it has and the copies it made. reload_only: layers whose writes
-    cannot be expressed as copies, with the reason. They always use the reload session."""
+    """What one worker's loader did with shape-only tensors: the parameters it has and the copies it made.
+
+    reload_only: layers whose writes cannot be expressed as copies, with the reason. They always use the
+    reload session. opaque: the parameters that are written so. computed: what was read for that, by tensor.
+    """
 
     params: list[ParamMeta]
     routes: list[Route]
     reload_only: dict[str, str]
+    opaque: list[str] = []
+    computed: dict[str, list[Region]] = {}
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

@@ -84,9 +84,9 @@ class Push(Account):
         with self.phase("plan"):
             session = self.session
             wanted = session.signature if tensors is session.described else signature(tensors)
-            cast = session.config.cast
+            cast, whole = session.config.cast, session.source.whole
             new = [member for member in members if not member.planned(wanted)]
-            await session.fleet.each(new, lambda member: member.trace(tensors, wanted, cast=cast))
+            await session.fleet.each(new, lambda member: member.trace(tensors, wanted, cast=cast, whole=whole))
         self._remaining(members)
         casts: dict[str, str] = {}
         for member in members:

@@ -24,8 +24,11 @@ def rows(tensor: TensorMeta | None, target: ParamMeta, start: int, count: int, s
 FUSED = [rows(Q, QKV, 0, 2), rows(K, QKV, 2, 2), rows(V, QKV, 4, 2)]
 
 
-def worker(*routes: Route, params: tuple[ParamMeta, ...] = (QKV,), reload_only: dict[str, str] | None = None) -> WorkerPlan:
-    return WorkerPlan(list(params), list(routes), reload_only or {})
+def worker(*routes: Route, params: tuple[ParamMeta, ...] = (QKV,), computed: dict[str, list[Region]] | None = None) -> WorkerPlan:
+    """computed: of what the first parameter is computed, if it is."""
+    opaque = params[0] if computed is not None else None
+    only = {opaque.layer: "computed"} if opaque else {}
+    return WorkerPlan(list(params), list(routes), only, [opaque.name] if opaque else [], computed or {})
 
 
 def test_a_complete_plan() -> None:
@@ -34,7 +37,7 @@ def test_a_complete_plan() -> None:
 
 
 def test_a_plan_survives_the_wire() -> None:
-    plan = worker(*FUSED, reload_only={"norm": "computed"})
+    plan = worker(*FUSED, computed={Q.name: [whole(Q.shape)]})
     assert decode(encode(plan), WorkerPlan) == plan
 
 
@@ -101,9 +104,59 @@ def test_a_row_that_is_repeated_is_read_once() -> None:
         prove("engine", [tensor], [worker(Route("w", Region(0, (3, 4), (0, 1)), "w", whole((3, 4))), params=(param,))], cast=False)
 
 
-def test_a_layer_that_is_not_made_of_copies_is_left_to_the_reload_session() -> None:
-    plan = prove("engine", [Q, K, V], [worker(reload_only={"attn.qkv_proj": "computed"})], cast=False)
+def test_a_parameter_that_is_not_made_of_copies_is_left_to_the_reload_session() -> None:
+    plan = prove("engine", [Q, K, V], [worker(computed={meta.name: [whole(meta.shape)] for meta in (Q, K, V)})], cast=False)
     assert plan.workers[0].reload_only
+
+
+NORM, WEIGHT = ParamMeta("norm.weight", "norm", "bfloat16", (4,)), TensorMeta("norm.weight", "bfloat16", (4,))
+BIAS = ParamMeta("norm.bias", "norm", "bfloat16", (4,))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "read", "text"),
+    [
+        ([WEIGHT, Q], [whole((4,))], "loader has no place for attn.q_proj.weight"),
+        ([TensorMeta("norm.weight", "bfloat16", (6,))], [whole((4,))], "only 4 of the 6 elements of norm.weight"),
+        ([WEIGHT], [Region(0, (2,), (1,)), Region(1, (2,), (1,))], "only 3 of the 4 elements of norm.weight"),
+    ],
+)
+def test_of_a_computed_parameter_everything_is_read_and_of_other_tensors_too(
+    tensors: list[TensorMeta], read: list[Region], text: str
+) -> None:
+    with pytest.raises(PlanError, match=text):
+        prove("engine", tensors, [worker(params=(NORM,), computed={"norm.weight": read})], cast=False)
+
+
+def test_another_parameter_of_a_computed_ones_layer_needs_a_source() -> None:
+    plan = worker(params=(NORM, BIAS), computed={"norm.weight": [whole((4,))]})
+    with pytest.raises(PlanError, match="nothing in the source fills norm.bias"):
+        prove("engine", [WEIGHT], [plan], cast=False)
+
+
+BUFFER = ParamMeta("router.bias", "router", "float32", (4,), buffer=True)
+
+
+def test_a_buffer_that_a_checkpoint_has_needs_a_source() -> None:
+    with pytest.raises(PlanError, match="nothing in the source fills the buffer router.bias") as caught:
+        prove("engine", [Q, K, V], [worker(*FUSED, params=(QKV, BUFFER))], cast=False)
+    assert "state dict" in str(caught.value)
+    sent = TensorMeta("router.bias", "float32", (4,))
+    plan = worker(*FUSED, Route(sent.name, whole((4,)), BUFFER.name, whole((4,))), params=(QKV, BUFFER))
+    assert prove("engine", [Q, K, V, sent], [plan], cast=False).kept() == {}
+
+
+def test_a_buffer_that_the_trainers_whole_checkpoint_lacks_is_the_engines_own() -> None:
+    assert prove("engine", [Q, K, V], [worker(*FUSED, params=(QKV, BUFFER))], cast=False, whole=True)
+
+
+def test_a_tensor_that_the_loader_passes_over_since_its_place_is_tied_is_told_so() -> None:
+    head = ParamMeta("lm_head.weight", "lm_head", "bfloat16", (2, 4), 8, "the same tensor as embed.weight")
+    embed = ParamMeta("embed.weight", "embed", "bfloat16", (2, 4))
+    plan = worker(rows(EMBED, embed, 0, 2), params=(embed, head))
+    with pytest.raises(PlanError, match="no place for lm_head.weight: there it is the same tensor as embed.weight") as caught:
+        prove("engine", [EMBED, TensorMeta("lm_head.weight", "bfloat16", (2, 4))], [plan], cast=False)
+    assert "tie_word_embeddings" in str(caught.value)
 
 
 HEAD, EMBED = TensorMeta("lm_head.weight", "bfloat16", (2, 4), alias_of="embed.weight"), TensorMeta("embed.weight", "bfloat16", (2, 4))
@@ -116,9 +169,9 @@ def test_an_alias_needs_no_reader() -> None:
 
 def test_a_cast_of_an_alias_is_a_cast_of_what_it_stands_for() -> None:
     head = ParamMeta("lm_head.weight", "lm_head", "float32", (2, 4))
-    assert prove("engine", [HEAD, EMBED], [worker(rows(HEAD, head, 0, 2), params=(head,), reload_only={"x": ""})], cast=True).casts == {
-        "embed.weight": "float32"
-    }
+    embed = ParamMeta("embed.weight", "embed", "bfloat16", (2, 4))
+    plan = worker(rows(HEAD, head, 0, 2), rows(EMBED, embed, 0, 2), params=(head, embed))
+    assert prove("engine", [HEAD, EMBED], [plan], cast=True).casts == {"embed.weight": "float32"}
 
 
 METADATA = {

@@ -12,6 +12,7 @@ from torch import nn
 from toys import Checkpoint, ToyHost, bits, described
 
 from instep.errors import ConfigError, PlanError
+from instep.plan.region import covered
 from instep.plan.routes import prove
 from instep.protocol import Region, Route, TensorMeta, WorkerPlan
 from instep.receiver.regions import view
@@ -226,3 +227,31 @@ def test_an_untied_engine_reads_tied_weights_twice(spare: int) -> None:
     assert {(route.tensor, route.param) for route in plan.routes} == {("embed.weight",) * 2, ("head.weight",) * 2}
     with pytest.raises(PlanError, match=r"nothing in the source fills head.weight \[4, 6\]"):
         prove("engine", [EMBED], [trace(host, [EMBED])], cast=False)
+
+
+READ: dict[str, tuple[Loader, tuple[int, ...], int]] = {
+    "all": (lambda w, x: w.copy_(x + 1), (4, 6), 24),
+    "half": (lambda w, x: w.copy_(x[:2] * 2), (2, 6), 12),
+    "a part of a copy": (lambda w, x: w.copy_(x.clone()[1:] + 1), (3, 6), 18),
+    "in two steps": (lambda w, x: w.copy_((x[:, :3] + x[:, 3:]).t() @ x), (3, 6), 24),
+    "through a tensor of its own": (lambda w, x: w.copy_(torch.empty(2, 6, device=x.device).copy_(x[2:])), (2, 6), 12),
+    "added in place": (lambda w, x: w.add_(x[0]), (6,), 6),
+    "a number": (lambda w, x: w.fill_((x[0] + 1).sum().item()), (4, 6), 6),
+    "from a list": (lambda w, x: w.copy_(torch.stack([x[0], x[1]])), (2, 6), 12),
+    "by a choice": (lambda w, x: w.copy_(torch.where(x > 0, x, -x)), (4, 6), 24),
+    "looked at, not used": (lambda w, x: (x.isnan().any().item(), w.copy_(x[:2] + 1)), (2, 6), 12),
+}
+
+
+@pytest.mark.parametrize(("loader", "shape", "elements"), READ.values(), ids=READ)
+def test_what_a_parameter_is_computed_from_is_known(loader: Loader, shape: tuple[int, ...], elements: int) -> None:
+    plan = trace(host_of(loader, *shape), described({"w": X}))
+    assert plan.opaque == ["layer.weight"]
+    assert covered(plan.computed["w"], X.shape) == elements
+
+
+def test_a_scalar_tensor_that_a_loader_fills_with_is_no_constant() -> None:
+    plan = trace(host_of(lambda w, x: w.fill_(x[1, 2]), 1), described({"w": X}))
+    assert plan.routes == [Route("w", Region(8, (1,), (0,)), "layer.weight", Region(0, (1,), (1,)))]
+    plan = trace(host_of(lambda w, x: w.fill_(x[1, 2]), 4, 6), described({"w": X}))
+    assert "layer.weight" in plan.opaque

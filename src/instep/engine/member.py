@@ -125,10 +125,10 @@ class Member(Known):
         await self.bounded("resume", self.engine.refuse(None))
         self.condemned = None
 
-    async def trace(self, tensors: list[TensorMeta], signature: str, *, cast: bool) -> None:
+    async def trace(self, tensors: list[TensorMeta], signature: str, *, cast: bool, whole: bool = False) -> None:
         config = self.adapter.config if self.adapter else ""
         workers = await self.call("trace", WorkerPlan, TraceRequest(tensors, signature, config))
-        self.plan = prove(self.name, tensors, workers, cast=cast)
+        self.plan = prove(self.name, tensors, workers, cast=cast, whole=whole)
 
     async def prepare(self, manifest: Manifest, digests: Digests) -> None:
         """digests: the trainer's, where the manifest does not have them yet."""

@@ -22,7 +22,7 @@ from instep.engine import CachePolicy
 from instep.engine.gate import CHANGING, Gate, gated
 from instep.protocol import Method
 from instep.receiver import NeverRebuilds, NoAdapters
-from instep.receiver.regions import view
+from instep.receiver.regions import load_region
 from instep.receiver.state import Receiver
 from instep.receiver.trace import shape_only
 from instep.source.layout import Saved, layout
@@ -141,6 +141,9 @@ class ModelHost(NeverRebuilds, NoAdapters):
         self.places: dict[str, Saved] = {
             saved.meta.name: saved for saved in layout(model, state, {name: identity(tensor) for name, tensor in state.items()})
         }
+        # What is saved under another name is taken under the model's own too: so a push asks for buffers that the source left out.
+        moved = (saved for saved in self.places.values() if len(saved.parts) == 1 and saved.whole)
+        self.places |= {saved.parts[0]: saved for saved in list(moved) if saved.parts[0] not in self.places}
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         live = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers(remove_duplicate=False))
@@ -152,7 +155,7 @@ class ModelHost(NeverRebuilds, NoAdapters):
                 raise ValueError(f"{name} is computed from {', '.join(place.parts)} when it is saved, and cannot be loaded back in place")
             if tuple(tensor.shape) != place.view.shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the model's has {list(place.view.shape)}")
-            view(live[place.parts[0]].detach(), place.view).copy_(tensor)
+            load_region(live[place.parts[0]].detach(), place.view, tensor)
 
     def checkpoint_layout(self) -> AbstractContextManager[None]:
         return shape_only(self.model)

@@ -7,7 +7,7 @@ vLLM mixes the class into its worker; `collective_rpc("instep_call", ...)` then 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any
@@ -122,7 +122,10 @@ class VllmHost:
         return _tensors(getattr(self.worker.model_runner, "kv_caches", ()))
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
-        layer = self.model.get_submodule(parameter.rpartition(".")[0])
+        path, _, leaf = parameter.rpartition(".")
+        layer = self.model.get_submodule(path)
+        if (buffer := layer._buffers.get(leaf)) is not None and (leaf.startswith("_") or leaf in never_loaded()):
+            return buffer.numel(), "vLLM's own, no checkpoint has it"
         if (shard := getattr(layer, "shard_indices", None)) is None:
             return 0, None
         rows = layer.num_embeddings_per_partition - shard.num_org_elements - shard.num_added_elements
@@ -188,6 +191,14 @@ class VllmHost:
                 yield
         finally:
             self.busy = before
+
+
+def never_loaded() -> Collection[str]:
+    """Buffers that vLLM's own loaders would take from a checkpoint, if one had them."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    names: Collection[str] = getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS
+    return names
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:

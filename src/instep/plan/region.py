@@ -136,3 +136,38 @@ def rows_of(source: Region, target: Region) -> tuple[int, int, int, int] | None:
         return None
     row = axes[-1][0]
     return (1, row, row, row) if len(axes) == 1 else (axes[0][0], row, axes[0][1], axes[0][2])
+
+
+def strided(source: Region, target: Region, shape: Sequence[int], stride: Sequence[int]) -> tuple[Region, Region] | None:
+    """A copy into a tensor of `shape` that lies in memory with `stride`, not in C order.
+
+    target: of the tensor's flat index space. Returns the two regions cut into the same axes, the target's
+    as it lies in memory, from the first element on. None where it takes more than strides.
+    """
+    if target.numel == 0:
+        return None
+    sizes, steps = list(shape), contiguous_stride(shape)
+    first = [target.offset // step % size for size, step in zip(sizes, steps, strict=True)]
+    room = [size - 1 - at for size, at in zip(sizes, first, strict=True)]
+    cut: list[tuple[int, int, int]] = []  # size, source stride, target stride in memory
+    axes = list(zip(target.shape, source.stride, target.stride, strict=True))
+    while axes:
+        size, of_source, step = axes.pop()
+        if size == 1:
+            continue
+        axis = next((axis for axis in range(len(sizes)) if step and step % steps[axis] == 0 and step // steps[axis] < sizes[axis]), None)
+        if axis is None:
+            return None
+        by = step // steps[axis]
+        fits = room[axis] // by + 1
+        if size > fits:  # it goes on in the next axis, where it fills this one
+            if size % fits or step * fits != (steps[axis - 1] if axis else 0):
+                return None
+            axes.append((size // fits, of_source * fits, step * fits))
+        size = min(size, fits)
+        room[axis] -= (size - 1) * by
+        cut.append((size, of_source, by * stride[axis]))
+    cut.reverse()
+    made = tuple(size for size, _, _ in cut)
+    offset = sum(at * step for at, step in zip(first, stride, strict=True))
+    return Region(source.offset, made, tuple(s for _, s, _ in cut)), Region(offset, made, tuple(t for _, _, t in cut))

@@ -22,6 +22,12 @@ from instep.protocol import (
     encode,
 )
 
+BUFFERS = "no engine was touched: push the module or its whole state dict, which has the buffers too, not the parameters alone"
+UNREAD = (
+    "no engine was touched: give the source the names of the checkpoint that the engine loads. Where the engine ties two layers, as "
+    "tie_word_embeddings does, train the two as one, or start the engine from a checkpoint of the untied model"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -66,10 +72,14 @@ def check_metadata(tensors: Sequence[TensorMeta]) -> None:
             )
 
 
-def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPlan], *, cast: bool) -> Plan:
-    """The plan of an engine, or a `PlanError` that names the engine, the parameter or tensor, and what is wrong with it."""
+def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPlan], *, cast: bool, whole: bool = False) -> Plan:
+    """The plan of an engine, or a `PlanError` that names the engine, the parameter or tensor, and what is wrong with it.
+
+    whole: whether the tensors are all that a checkpoint of the trainer's model has. A buffer of the engine
+    that is not among them is its own then.
+    """
     for rank, worker in enumerate(workers):
-        _prove_written(f"{engine} rank {rank}", worker)
+        _prove_written(f"{engine} rank {rank}", worker, whole=whole)
     by_name = {meta.name: meta for meta in tensors}
     _prove_read(engine, by_name, workers)
     casts = _casts(by_name, workers)
@@ -84,25 +94,27 @@ def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPl
     return Plan(signature(tensors), tuple(workers), casts, _shares(by_name, workers))
 
 
-def _prove_written(where: str, worker: WorkerPlan) -> None:
+def _prove_written(where: str, worker: WorkerPlan, *, whole: bool) -> None:
     """Each parameter is written exactly once, or kept with a reason."""
     routes = defaultdict(list)
     for route in worker.routes:
         routes[route.param].append(route)
     for param in worker.params:
-        if param.layer in worker.reload_only:
+        if param.name in worker.opaque or (whole and param.buffer and not routes[param.name]):
             continue
         targets = [route.target for route in routes[param.name]]
         if not disjoint(targets, param.shape):
             raise PlanError(f"{where}: parts of {param.name} are written twice, by {_names(routes[param.name])}", tensor=param.name)
         missing = Region(0, param.shape, ()).numel - sum(target.numel for target in targets)
         if missing > param.spare:
-            raise PlanError(_unwritten(where, param, missing, routes[param.name]), tensor=param.name)
+            text = _unwritten(where, param, missing, routes[param.name])
+            raise PlanError(text, tensor=param.name, next_step=BUFFERS if param.buffer else None)
 
 
 def _unwritten(where: str, param: ParamMeta, missing: int, routes: Sequence[Route]) -> str:
     if not routes:
-        return f"{where}: nothing in the source fills {param.name} {list(param.shape)}"
+        kind = "the buffer " if param.buffer else ""
+        return f"{where}: nothing in the source fills {kind}{param.name} {list(param.shape)}"
     gap = next(low for low, _ in _gaps([extent(route.target) for route in routes], Region(0, param.shape, ()).numel))
     row = gap // max(1, Region(0, param.shape[1:], ()).numel)
     return (
@@ -127,18 +139,21 @@ def _names(routes: Sequence[Route]) -> str:
 
 def _prove_read(engine: str, tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> None:
     """Each tensor is read completely by the engine's workers together. Aliases need no reader: a tied engine has one copy."""
-    opaque = any(worker.reload_only for worker in workers)
     reads: dict[str, list[Region]] = defaultdict(list)
     for worker in workers:
         for route in worker.routes:
             if route.tensor is not None and route.source is not None:
                 reads[route.tensor].append(route.source)
+        for name, regions in worker.computed.items():
+            reads[name] += regions
     for name, meta in tensors.items():
         if meta.alias_of:
             continue
-        if name not in reads and not opaque:
-            raise PlanError(f"{engine}: the engine's loader has no place for {name}", tensor=name)
-        if (got := covered(reads[name], meta.shape)) < meta.numel and not opaque:
+        if name not in reads:
+            kept = next((param.kept for worker in workers for param in worker.params if param.name == name and param.kept), None)
+            why = f": there it is {kept}" if kept else ""
+            raise PlanError(f"{engine}: the engine's loader has no place for {name}{why}", tensor=name, next_step=UNREAD)
+        if (got := covered(reads[name], meta.shape)) < meta.numel:
             raise PlanError(
                 f"{engine}: only {got} of the {meta.numel} elements of {name} {list(meta.shape)} are read: its shape is not the engine's",
                 tensor=name,

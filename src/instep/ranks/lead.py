@@ -23,6 +23,8 @@ class RankedSource:
     Beside whole tensors, gathered one by one, it has what transports need that do better: `run` and `fill`.
     """
 
+    whole = True  # see `source.guarded.Guarded.whole`
+
     def __init__(self, module: ShardedModule, channel: Channel) -> None:
         self.module, self.channel = module, channel
         self.meeting, self.standing = Meeting(channel), Standing(module)

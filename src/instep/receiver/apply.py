@@ -142,8 +142,7 @@ class Applier:
             of_direct: dict[bool, list[Route]] = {True: [], False: []}
             for layer in sorted(self.routes):
                 of_direct[layer in self.direct] += [route for route in self.routes[layer] if route.tensor is not None]
-            known = not self.reload.keys() & self.plan.reload_only.keys()
-            others = frozenset(route.tensor for route in of_direct[False] if route.tensor is not None) if known else None
+            others = frozenset(route.tensor for route in of_direct[False] if route.tensor is not None) | self.plan.computed.keys()
             self._copies = Copies(self.host.model, frozenset(self.direct), of_direct[True], others)
         elif look:
             self._copies = self._copies.renewed(self.host.model)
@@ -167,10 +166,10 @@ class Applier:
             self.host.rebuild(layer, fill)
 
     def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that layers on reload read, in their order; all of them where a layer's reads are not known."""
+        """The tensors that layers on reload read, in their order."""
         names = {route.tensor for layer, routes in self.routes.items() if layer in self.reload for route in routes}
-        every = any(layer in self.plan.reload_only for layer in self.reload)
-        yield from ((name, tensors[name]) for name in tensors if every or name in names)
+        names |= self.plan.computed.keys()
+        yield from ((name, tensors[name]) for name in tensors if name in names)
 
     def _watched(self) -> Copies | None:
         """What layers on reload read that can be read back: the same object as `copies` has it, for as long as they are the same."""
@@ -179,7 +178,7 @@ class Applier:
             return None
         if self._watch is None or self._watch.layers != layers:
             routes = [route for layer in sorted(layers) for route in self.routes[layer] if route.tensor is not None]
-            self._watch = Copies(self.host.model, layers, routes, None)
+            self._watch = Copies(self.host.model, layers, routes, frozenset())
         else:
             self._watch = self._watch.renewed(self.host.model)
         return self._watch

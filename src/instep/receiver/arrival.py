@@ -82,7 +82,8 @@ class Seen:
 
     def held(self, watched: Copies) -> list[bool]:
         """Whether it is what was brought."""
-        return [holds(watched.live[route.param], route, self.tensors) for route in watched.routes]
+        known = [route.param not in watched.elsewhere for route in watched.routes]
+        return [here and holds(watched.live[route.param], route, self.tensors) for here, route in zip(known, watched.routes, strict=True)]
 
     def brought(self, watched: Copies) -> list[bool]:
         return [True for _ in watched.routes]

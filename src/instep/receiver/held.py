@@ -11,7 +11,7 @@ from instep.digest import as_bytes, partial, seed_of, unordered
 from instep.protocol import ParamMeta, Route, TensorMeta, WorkerPlan
 from instep.readback import DigestRequest, Held, Part
 from instep.receiver import Host
-from instep.receiver.apply import Applier
+from instep.receiver.apply import OTHERWISE, Applier
 from instep.receiver.copies import live_tensors
 from instep.receiver.regions import view
 from instep.receiver.trace import trace
@@ -36,15 +36,14 @@ def held(host: Host, applier: Applier | None, wanted: DigestRequest) -> Held:
         if why is not None:
             unread[name] = why
         else:
-            proved = applier is not None and meta.layer in applier.direct
+            proved = applier is not None and meta.layer in applier.direct | applier.comparable
             stored = TensorMeta(name, meta.dtype, metas[name].shape)
             if wanted.unordered and param not in sums:
                 sums[param] = unordered(live[param])
             total = sums[param] if wanted.unordered else _sum(stored, live[param], routes)
             regions = list(dict.fromkeys(route.source for route in routes if route.source))
             parts.append(Part(name, param, meta.dtype, regions, total, proved))
-    if plan.reload_only:
-        unread |= dict.fromkeys(names - unread.keys() - {part.tensor for part in parts}, COMPUTED)
+    unread |= dict.fromkeys((names & plan.computed.keys()) - unread.keys() - {part.tensor for part in parts}, COMPUTED)
     return Held(parts, unread)
 
 
@@ -61,14 +60,15 @@ def _by_tensor(plan: WorkerPlan, metas: Mapping[str, TensorMeta], names: set[str
 def _unreadable(param: ParamMeta, live: torch.Tensor | None, plan: WorkerPlan, applier: Applier | None) -> str | None:
     if param.layer in plan.reload_only:
         return COMPUTED
-    other = applier is not None and "is not stored as" in applier.reload.get(param.layer, "")
-    fits = live is not None and tuple(live.shape) == param.shape and str(live.dtype) == f"torch.{param.dtype}" and live.is_contiguous()
+    other = applier is not None and OTHERWISE in applier.unproved.get(param.layer, "")
+    fits = live is not None and tuple(live.shape) == param.shape and str(live.dtype) == f"torch.{param.dtype}"
     return OTHER_LAYOUT.format(param.name) if other or not fits else None
 
 
 def _sum(meta: TensorMeta, live: torch.Tensor, routes: Sequence[Route]) -> int:
     """Of what the routes brought, everything else zero: sums of parts add up to that of the whole (see `digest.py`)."""
     whole = torch.zeros(meta.shape, dtype=live.dtype)  # in host memory: a GPU that serves has no room for a second copy
+    live = live.contiguous()
     for route in routes:
         assert route.source is not None
         view(whole, route.source).copy_(view(live, route.target))

@@ -43,7 +43,7 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Callable[[Ten
         assert route.tensor is not None
         of_tensor[metas[route.tensor].alias_of or route.tensor].append(route)
     regions = reads(copies.routes, metas)
-    others = {metas[name].alias_of or name for name in (metas if copies.others is None else copies.others)}
+    others = {metas[name].alias_of or name for name in copies.others}
     for name, routes in of_tensor.items():
         meta, slot = metas[name], made.slot()
         rows = [rows_to(route, meta, copies.live[route.param]) for route in routes]

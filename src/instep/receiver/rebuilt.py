@@ -46,7 +46,7 @@ def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
 
 def _rebuildable(applier: Applier, layer: str) -> bool:
     """Whether routes alone fill the layer: no padding, no constants. One without routes is tied to another, which is rebuilt."""
-    params = [param for param in applier.plan.params if param.layer == layer]
+    params = [param for param in applier.plan.params if param.layer == layer and not (param.buffer and param.spare)]
     routed = sum(route.target.numel for route in applier.routes[layer] if route.tensor is not None) if layer in applier.routes else 0
     needed = sum(Region(0, param.shape, ()).numel for param in params if param.spare == 0)
     return applier.host.rebuilds(layer) and routed == needed and not any(param.spare for param in params if layer in applier.routes)

@@ -6,14 +6,25 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from instep.plan.region import strided
 from instep.protocol import Region, Route, dtype_name
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """`region` of a contiguous tensor, without a copy."""
+    """`region` of a contiguous tensor, or of the memory of one that is not (`place`), without a copy."""
     return tensor.as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
+
+
+def place(param: torch.Tensor, source: Region, target: Region) -> tuple[Region, Region] | None:
+    """What a copy into a live parameter reads, and where it goes in memory from the first element on.
+
+    None where no strides say that: the parameter is laid out in another way than its loader takes it.
+    """
+    if param.is_contiguous():
+        return source, target
+    return strided(source, target, tuple(param.shape), param.stride())
 
 
 def copy_regions(routes: Iterable[Route], live: Tensors, tensors: Tensors) -> None:
@@ -21,6 +32,18 @@ def copy_regions(routes: Iterable[Route], live: Tensors, tensors: Tensors) -> No
     for route in routes:
         if route.tensor is not None and route.source is not None:
             view(live[route.param], route.target).copy_(view(tensors[route.tensor], route.source))
+
+
+def load_region(param: torch.Tensor, target: Region, tensor: torch.Tensor) -> None:
+    """Writes a tensor to a region of a live parameter, however that lies in memory."""
+    whole = Region(0, tuple(tensor.shape), tensor.contiguous().stride())
+    placed = place(param, whole, target)
+    if placed is not None:
+        view(param, placed[1]).copy_(view(tensor.contiguous(), placed[0]))
+    else:
+        in_order = param.contiguous()
+        view(in_order, target).copy_(tensor)
+        param.copy_(in_order)
 
 
 def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
@@ -35,7 +58,8 @@ def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
 
 def fits(param: torch.Tensor, route: Route, dtype: str) -> bool:
     """Whether a live parameter has room for what a route brings as the checkpoint has it, of this dtype."""
-    return dtype_name(param.dtype) == dtype and param.is_contiguous() and _end(route.target) <= param.numel()
+    room = 1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
+    return dtype_name(param.dtype) == dtype and param.numel() > 0 and _end(route.target) <= room
 
 
 def _end(region: Region) -> int:

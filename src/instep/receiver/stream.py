@@ -55,8 +55,7 @@ class Scatter:
             return [contiguous(-(-meta.nbytes // 8), manifest.location.offsets[meta.name] // 8)]
 
         self.moves = moves(copies, self.metas, places)
-        names = self.metas if copies.others is None else copies.others
-        self.aside = {self.metas[name].alias_of or name for name in names} | self.moves.odd.keys()
+        self.aside = {self.metas[name].alias_of or name for name in copies.others} | self.moves.odd.keys()
         self.pieces = [
             [piece for piece in pieces_here if piece.meta.name in self.aside] for pieces_here in pieces(manifest.tensors, self.bucket)
         ]

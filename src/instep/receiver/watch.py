@@ -33,7 +33,7 @@ def held(watched: Copies, metas: Mapping[str, TensorMeta], device: torch.device)
     for slot, route in enumerate(watched.routes):
         assert route.tensor is not None
         live, meta = watched.live[route.param], _original(metas, route.tensor)
-        if not fits(live, route, meta.dtype):
+        if route.param in watched.elsewhere or not fits(live, route, meta.dtype):
             continue
         if (rows := rows_to(route, meta, live)) is not None:
             runs.append(run_of(rows, meta, slot))

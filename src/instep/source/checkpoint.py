@@ -28,6 +28,7 @@ class CheckpointSource:
     """
 
     stays = True
+    whole = True  # see `Guarded.whole`
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)

@@ -36,6 +36,10 @@ class CurrentSource:
         return self._now().score(token_ids)
 
     @property
+    def whole(self) -> bool:
+        return bool(getattr(self._now(), "whole", False))
+
+    @property
     def device(self) -> torch.device:
         return device_of(self._now())
 

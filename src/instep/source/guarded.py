@@ -58,6 +58,12 @@ class Guarded:
             return bool(getattr(self.source, "merged", False))
 
     @property
+    def whole(self) -> bool:
+        """Tell whether its tensors are all that a checkpoint of its model has; False for a source that does not say."""
+        with self._calling("whole"):
+            return bool(getattr(self.source, "whole", False))
+
+    @property
     def device(self) -> torch.device:
         with self._calling("tensors"):
             return device_of(self.source)

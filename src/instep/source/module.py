@@ -103,6 +103,7 @@ class ModuleSource:
     """
 
     stays = True
+    whole = True  # see `Guarded.whole`
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -22,6 +22,11 @@ from instep.source.tensors import check, identity
 Group = tuple[tuple[str, ...], list[Saved]]
 """Checkpoint tensors that are no aliases, and the live tensors that they are made of."""
 
+TIED = (
+    "leave the tied layers out of the adapter (target_modules, modules_to_save), or untie them on both sides: save the model with "
+    "tie_word_embeddings=False in its config, train that, and start the engine from it"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -113,7 +118,7 @@ def _check_ties(same: dict[str, Hashable], adapters: dict[str, tuple[str, Any]])
             raise SourceError(
                 f"{first} and {name} are tied, but their adapters differ: merged, both would change",
                 tensor=name,
-                next_step="train the tied weight with modules_to_save, or load the model with tie_word_embeddings=False",
+                next_step=TIED,
             )
 
 
