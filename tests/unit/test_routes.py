@@ -130,7 +130,7 @@ def test_of_a_computed_parameter_everything_is_read_and_of_other_tensors_too(
 
 def test_another_parameter_of_a_computed_ones_layer_needs_a_source() -> None:
     plan = worker(params=(NORM, BIAS), computed={"norm.weight": [whole((4,))]})
-    with pytest.raises(PlanError, match="nothing in the source fills norm.bias"):
+    with pytest.raises(PlanError, match=r"nothing in the source fills norm\.bias"):
         prove("engine", [WEIGHT], [plan], cast=False)
 
 
@@ -138,7 +138,7 @@ BUFFER = ParamMeta("router.bias", "router", "float32", (4,), buffer=True)
 
 
 def test_a_buffer_that_a_checkpoint_has_needs_a_source() -> None:
-    with pytest.raises(PlanError, match="nothing in the source fills the buffer router.bias") as caught:
+    with pytest.raises(PlanError, match=r"nothing in the source fills the buffer router\.bias") as caught:
         prove("engine", [Q, K, V], [worker(*FUSED, params=(QKV, BUFFER))], cast=False)
     assert "state dict" in str(caught.value)
     sent = TensorMeta("router.bias", "float32", (4,))
@@ -154,7 +154,7 @@ def test_a_tensor_that_the_loader_passes_over_since_its_place_is_tied_is_told_so
     head = ParamMeta("lm_head.weight", "lm_head", "bfloat16", (2, 4), 8, "the same tensor as embed.weight")
     embed = ParamMeta("embed.weight", "embed", "bfloat16", (2, 4))
     plan = worker(rows(EMBED, embed, 0, 2), params=(embed, head))
-    with pytest.raises(PlanError, match="no place for lm_head.weight: there it is the same tensor as embed.weight") as caught:
+    with pytest.raises(PlanError, match=r"no place for lm_head\.weight: there it is the same tensor as embed\.weight") as caught:
         prove("engine", [EMBED, TensorMeta("lm_head.weight", "bfloat16", (2, 4))], [plan], cast=False)
     assert "tie_word_embeddings" in str(caught.value)
 

@@ -111,7 +111,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 def test_an_engine_whose_trainer_dies_before_the_proof_does_not_go_on(engine: MemoryEngine) -> None:
-    endpoint = Endpoint(engine, timeout=0.05)
+    endpoint = Endpoint(engine, timeout=0.25)
     with WeightSync(ONE, [Dies(LocalRpc(endpoint.answer))], transport="ipc") as sync:
         with pytest.raises(SyncError):
             sync.push("v1")
