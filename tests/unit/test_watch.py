@@ -74,9 +74,7 @@ def test_layers_are_promoted_by_the_first_push_also_those_that_it_does_not_chang
 
 
 @TRANSPORTS
-@pytest.mark.parametrize(
-    ("fill", "finish"), [(scaled, as_it_was), *((as_it_is, f) for f in (in_float32, with_one_element_wrong))]
-)
+@pytest.mark.parametrize(("fill", "finish"), [(scaled, as_it_was), *((as_it_is, f) for f in (in_float32, with_one_element_wrong))])
 def test_a_layer_that_is_stored_in_another_way_stays_on_reload(
     transport: Any, fill: Callable[..., None], finish: Callable[[Any], None]
 ) -> None:
