@@ -219,6 +219,7 @@ class PrepareRequest(msgspec.Struct, frozen=True):
     timeout: float  # seconds that a worker may wait for other processes in one step
     workers: list[str] = []
     left_at: str | None = None  # the version that a trainer takes them to serve, where it did not ask (`hello`)
+    wholes: list[str] = []  # tensors of which a worker sums up all, and not what it reads (`plan.routes.Plan`)
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -268,7 +269,7 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     reload: dict[str, str]  # layers that went through the engine's reload session, and why
     read_back: int
     wholes: dict[str, int] = {}
-    parts: dict[str, int] = {}
+    parts: dict[str, dict[int, int]] = {}
     theirs: dict[str, int] = {}
     proved: bool = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -27,25 +29,28 @@ def rows(start: int, stop: int, *, param: str = "p", tensor: str = "w") -> Route
 V = Route("v", whole((8,)), "v", whole((8,)))
 
 
-def decided(*routes: Route, others: frozenset[str] = frozenset()) -> Moves:
+def decided(*routes: Route, beside: Sequence[Route] = (), wholes: Sequence[str] = ()) -> Moves:
+    """beside: routes of other layers. wholes: tensors that are summed up as a whole."""
     model = nn.Module()
     model.p, model.q = (nn.Parameter(torch.zeros(6, 6, dtype=torch.bfloat16)) for _ in range(2))
     model.v = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
-    return moves(Copies(model, frozenset(), routes, others), METAS, places)
+    return moves(Copies(model, frozenset(), routes, [*routes, *beside]), METAS, places, wholes)
 
 
 def places(meta: TensorMeta) -> list[Rows]:
     return [contiguous(meta.nbytes // 8, (FIRST if meta.name == "w" else 2 * FIRST) // 8)]
 
 
-def summed(made: Moves, name: str) -> list[tuple[int, int]]:
-    """First byte and words of each run that counts for a tensor."""
-    return [(run.source - FIRST, run.rows * run.row_words) for run in made.runs if run.slot == made.parts.get(name)]
+def summed(made: Moves, name: str) -> list[tuple[int, int, int]]:
+    """Of each run that counts for a tensor the number of its region, first byte and words."""
+    numbers = {slot: number for number, slot in made.parts.get(name, {}).items()}
+    runs = [run for run in made.runs if run.slot in numbers]
+    return [(numbers[run.slot], run.source - FIRST, run.rows * run.row_words) for run in runs]
 
 
 def test_routes_of_whole_words_are_one_launch() -> None:
     made = decided(rows(0, 4), rows(4, 6), V)
-    assert summed(made, "w") == [(0, 6), (48, 3)]
+    assert summed(made, "w") == [(0, 0, 6), (1, 48, 3)]
     assert [run.position for run in made.runs] == [0, 6, 0]
     assert made.parts.keys() == {"w", "v"}
     assert not made.odd
@@ -69,16 +74,24 @@ def test_a_tensor_is_odd_as_a_whole_though_most_of_its_routes_are_not() -> None:
 
 
 @pytest.mark.parametrize("reader", ["w", "head"])
-def test_what_another_layer_reads_too_is_pulled_and_not_told(reader: str) -> None:
-    made = decided(rows(0, 4), V, others=frozenset({reader}))
-    assert len(made.runs) == 2
+def test_regions_are_numbered_with_those_of_other_layers(reader: str) -> None:
+    """So a trainer that adds up what a worker tells knows which ones are meant."""
+    made = decided(rows(2, 4), V, beside=[rows(0, 2, tensor=reader), rows(4, 6)])
+    assert summed(made, "w") == [(1, 24, 3)]
+    assert made.parts.keys() == {"w", "v"}
+
+
+def test_what_workers_read_overlapping_parts_of_is_pulled_whole() -> None:
+    made = decided(rows(0, 4), V, wholes=["w"])
+    assert list(made.odd) == ["w"]
+    assert made.asked == [rows(0, 4)]
     assert made.parts.keys() == {"v"}
 
 
 def test_the_same_bytes_for_two_parameters_count_once() -> None:
     made = decided(rows(0, 6), rows(0, 6, param="q", tensor="head"))
     assert len(made.runs) == 2
-    assert summed(made, "w") == [(0, 9)]
+    assert summed(made, "w") == [(0, 0, 9)]
     assert {run.slot for run in made.runs} == set(range(made.slots))
 
 

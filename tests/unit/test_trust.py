@@ -165,7 +165,7 @@ def fill(source: dict[str, Any], weights: dict[str, Any]) -> None:
 
 
 def wrong(proof: Proof) -> Proof:
-    parts = {name: part + 1 for name, part in proof.parts.items()}
+    parts = {name: {at: part + 1 for at, part in some.items()} for name, some in proof.parts.items()}
     return replace(proof, parts=parts)
 
 
@@ -250,29 +250,35 @@ def test_an_engine_whose_sums_differ_is_not_resumed(alone: Any, monkeypatch: pyt
         engine.generate([1], 1)
 
 
-def receipt(theirs: dict[str, int], **told: dict[str, int]) -> WorkerReceipt:
-    return WorkerReceipt(0, {}, [], [], {}, 1, theirs=theirs, **told)
+def receipt(theirs: dict[str, int], parts: dict[str, Any], wholes: dict[str, int] | None = None) -> WorkerReceipt:
+    """parts: one sum of each tensor, or several by the numbers of regions."""
+    numbered = {name: sums if isinstance(sums, dict) else {0: sums} for name, sums in parts.items()}
+    return WorkerReceipt(0, {}, [], [], {}, 1, theirs=theirs, parts=numbered, wholes=wholes or {})
 
 
 THEIRS = {"w": 7, "norm": 3}
-HALVES = [receipt(THEIRS, parts={"w": part, "norm": 3}) for part in (2, 5)]
+HALVES = [receipt(THEIRS, {"w": part, "norm": 3}) for part in (2, 5)]
 
 
 @pytest.mark.parametrize(
     ("receipts", "proved"),
     [
-        ([receipt({})], False),
+        ([receipt({}, {})], False),
         (HALVES, True),
         (HALVES[:1], False),
         ([*HALVES, HALVES[0]], True),  # two hold the same part
-        ([HALVES[0], receipt(THEIRS, parts={"w": 6, "norm": 3})], False),
-        ([HALVES[0], receipt(THEIRS, parts={"w": 5, "norm": 4})], False),
-        ([HALVES[0], receipt(THEIRS, parts={"w": 5, "norm": 0})], False),  # one that has zeros
-        ([HALVES[0], receipt(THEIRS, parts={"w": 5}, wholes={"norm": 3})], True),
-        ([HALVES[0], receipt(THEIRS, parts={"w": 5}, wholes={"norm": 4})], False),
-        ([HALVES[0], receipt({"w": 8, "norm": 3}, parts={"w": 5, "norm": 3})], False),  # of another version
-        ([HALVES[0], receipt({}, parts={"w": 5, "norm": 3})], False),
-        ([receipt({"w": 0}, parts={"w": 1}), receipt({"w": 0}, parts={"w": (1 << 64) - 1})], True),
+        ([HALVES[0], receipt(THEIRS, {"w": 6, "norm": 3})], False),
+        ([HALVES[0], receipt(THEIRS, {"w": 5, "norm": 4})], False),
+        ([HALVES[0], receipt(THEIRS, {"w": 5, "norm": 0})], False),  # one that has zeros
+        ([HALVES[0], receipt(THEIRS, {"w": 5}, {"norm": 3})], True),
+        ([HALVES[0], receipt(THEIRS, {"w": 5}, {"norm": 4})], False),
+        ([HALVES[0], receipt({"w": 8, "norm": 3}, {"w": 5, "norm": 3})], False),  # of another version
+        ([HALVES[0], receipt({}, {"w": 5, "norm": 3})], False),
+        ([receipt({"w": 0}, {"w": 1}), receipt({"w": 0}, {"w": (1 << 64) - 1})], True),
+        ([receipt(THEIRS, {"w": {0: 2, 1: 4}, "norm": 3}), receipt(THEIRS, {"w": {0: 1, 1: 4}, "norm": 3})], True),  # they share 4
+        ([receipt(THEIRS, {"w": {0: 2, 1: 4}, "norm": 3}), receipt(THEIRS, {"w": {0: 1, 1: 9}, "norm": 3})], False),
+        ([HALVES[0], receipt(THEIRS, {"norm": 3}, {"w": 7})], False),  # a part beside a whole
+        ([HALVES[0], receipt(THEIRS, {"w": 5, "norm": 3}, {"w": 7})], True),
     ],
 )
 def test_workers_have_proved_together_what_they_hold_if_it_adds_up(receipts: list[WorkerReceipt], proved: bool) -> None:

@@ -30,12 +30,12 @@ class Told(Seen):
     """Bytes that a worker can see, and leaves to its trainer to prove."""
 
     def prove(self, applier: Any) -> Proof:
-        return replace(super().prove(applier), complete=False, wholes={"a.weight": 1})
+        return replace(super().prove(applier), complete=False, wholes={"a.weight": 1}, theirs={"a.weight": 2})
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def arrive(manifest: Any, reader: Any, launch: int = 0) -> Told:
+    def arrive(manifest: Any, reader: Any, launch: int = 0, wholes: Any = ()) -> Told:
         return Told({meta.name: reader.tensor(meta) for meta in manifest.tensors}, manifest.tensors)
 
     monkeypatch.setattr(state, "arrive", arrive)
@@ -104,7 +104,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     def wrong(self: Pulled, applier: Any) -> Proof:
         proof = prove(self, applier)
         wholes = {name: total ^ 1 for name, total in proof.wholes.items()}
-        return replace(proof, wholes=wholes, parts=dict.fromkeys(proof.parts, 1))
+        return replace(proof, wholes=wholes, parts={name: dict.fromkeys(some, 1) for name, some in proof.parts.items()})
 
     monkeypatch.setattr(Pulled, "prove", wrong)
     return MemoryEngine(START, tp=request.param)

@@ -89,6 +89,17 @@ def derives_from_b(model: Any) -> None:
     model.b.twice = 2 * model.b.weight
 
 
+@TRANSPORTS
+def test_a_layer_that_lies_in_another_order_is_compared_element_by_element(transport: Any) -> None:
+    host, source = ToyHost(Model(), as_it_is, by_columns), weights(1)
+    with WeightSync(source, [ToyEngine(host)], transport=transport, timeout=20) as sync:
+        assert sync.push("first").engines[0].direct == ("a", "b")
+        source["a.weight"].neg_()
+        sync.push("second")
+    assert host.model.a.weight.stride() == (1, 4)
+    assert torch.equal(host.model.a.weight, source["a.weight"])
+
+
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_what_stays_on_reload_is_worked_out_once(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read back in every push."""

@@ -129,8 +129,8 @@ def kernel_with_digest(plan: Plan) -> Callable[[], object]:
 
 
 def _puller(plan: Plan) -> Puller:
-    copies = Copies(plan.model, frozenset(), plan.routes, frozenset())
-    puller = Puller(copies, plan.metas, _OneProcess(plan))  # type: ignore[arg-type]
+    copies = Copies(plan.model, frozenset(), plan.routes, plan.routes)
+    puller = Puller(copies, plan.metas, _OneProcess(plan), ())  # type: ignore[arg-type]
     if odd := puller.moves.odd:
         raise NotCopied(f"{len(odd)} tensors are no whole words")
     return puller

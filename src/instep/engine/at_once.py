@@ -14,8 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from msgspec import structs
 
-from instep.digest import MASK
 from instep.engine import CachePolicy, Engine
+from instep.plan import sums
+from instep.plan.sums import Told
 from instep.protocol import Reply, Request, WorkerReceipt, decode, encode, raw
 
 
@@ -95,14 +96,7 @@ def _all(replies: Iterable[Reply]) -> bool:
 
 
 def add_up(receipts: Sequence[WorkerReceipt]) -> bool:
-    """Whether the parts that workers hold add up to what the trainer's GPU has told, the same for all of them. Sums are keyed by position:
-    workers that hold the same part tell the same, and it counts once. A sum of zero would count for nothing, so it proves nothing."""
+    """Whether what workers hold makes up what the trainer's GPU has told, the same for all of them."""
     theirs = receipts[0].theirs
-    if not theirs or any(receipt.theirs != theirs for receipt in receipts):
-        return False
-    for name, total in theirs.items():
-        wholes = {receipt.wholes[name] for receipt in receipts if name in receipt.wholes}
-        parts = {receipt.parts[name] for receipt in receipts if name in receipt.parts}
-        if not wholes | parts or not wholes <= {total} or (parts and sum(parts) & MASK != total) or (len(parts) > 1 and 0 in parts):
-            return False
-    return True
+    same = all(receipt.theirs == theirs for receipt in receipts)
+    return same and sums.add_up([Told(receipt.wholes, receipt.parts) for receipt in receipts], theirs)

@@ -22,7 +22,8 @@ from instep.errors import (
     SyncError,
     VersionConflict,
 )
-from instep.plan.routes import check_arrivals, check_sums, prove
+from instep.plan.routes import prove
+from instep.plan.sums import check_arrivals, check_sums
 from instep.protocol import (
     Again,
     Arrival,
@@ -142,7 +143,9 @@ class Member(Known):
         self.holding.add(self.address)
         workers = [worker.incarnation for worker in self.workers]
         signature = self.plan.signature if self.plan else ""
-        return PrepareRequest(manifest, signature, 4 * self.timeout, self.timeout, workers, self.version if self.trusted else None)
+        wholes = sorted(self.plan.wholes) if self.plan else []
+        left_at = self.version if self.trusted else None
+        return PrepareRequest(manifest, signature, 4 * self.timeout, self.timeout, workers, left_at, wholes)
 
     async def _arrived(self) -> list[Arrival]:
         """The workers fetch and look through the bytes in threads of their own, so that generation goes on meanwhile."""

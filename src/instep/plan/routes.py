@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from instep.digest import MASK, seed_of
-from instep.errors import DigestMismatch, PlanError
-from instep.plan.region import covered, disjoint, extent
+from instep.errors import PlanError
+from instep.plan.region import covered, disjoint, extent, simplify
 from instep.protocol import (
     ITEM_BYTES,
-    Arrival,
     ParamMeta,
     Region,
     Route,
     TensorMeta,
     WorkerPlan,
-    WorkerReceipt,
     encode,
 )
 
@@ -39,9 +37,10 @@ class Plan:
     signature: str
     workers: tuple[WorkerPlan, ...]
     casts: dict[str, str]
-    shares: dict[str, tuple[tuple[int, ...], ...]]
-    """For each tensor its parts, each by the ranks of the workers that read it: parts that make up the whole and do not overlap. A
-    tensor that is read in another way is not listed."""
+    reads: tuple[dict[str, list[Region]], ...]
+    """Of each worker, see `reads`."""
+    wholes: frozenset[str]
+    """Tensors that workers read in parts which do not make up the whole, each element once: each worker sums up all of one."""
 
     def kept(self) -> dict[str, str]:
         """Engine parameters that the push leaves alone, and why."""
@@ -91,7 +90,8 @@ def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPl
             tensor=name,
             next_step="pass cast=True to round them on the way out, or give the trainer and the engine one dtype",
         )
-    return Plan(signature(tensors), tuple(workers), casts, _shares(by_name, workers))
+    read = tuple(reads(worker.routes, by_name) for worker in workers)
+    return Plan(signature(tensors), tuple(workers), casts, read, _wholes(by_name, read))
 
 
 def _prove_written(where: str, worker: WorkerPlan, *, whole: bool) -> None:
@@ -160,13 +160,14 @@ def _prove_read(engine: str, tensors: dict[str, TensorMeta], workers: Sequence[W
             )
 
 
-def reads(routes: Iterable[Route], tensors: Mapping[str, TensorMeta]) -> dict[str, set[Region]]:
-    """The distinct regions that are read of each tensor. What is read of an alias is read of what it stands for."""
+def reads(routes: Iterable[Route], tensors: Mapping[str, TensorMeta]) -> dict[str, list[Region]]:
+    """The distinct regions that are read of each tensor, in an order that follows from them alone. What is
+    read of an alias is read of what it stands for."""
     found: dict[str, set[Region]] = defaultdict(set)
     for route in routes:
         if route.tensor is not None and route.source is not None:
-            found[tensors[route.tensor].alias_of or route.tensor].add(route.source)
-    return found
+            found[tensors[route.tensor].alias_of or route.tensor].add(simplify(route.source))
+    return {name: sorted(regions, key=lambda one: (one.offset, one.shape, one.stride)) for name, regions in found.items()}
 
 
 def apart(regions: Collection[Region], shape: Sequence[int]) -> bool:
@@ -174,17 +175,16 @@ def apart(regions: Collection[Region], shape: Sequence[int]) -> bool:
     return covered(regions, shape) == sum(region.numel for region in regions)
 
 
-def _shares(tensors: Mapping[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    readers: dict[str, dict[frozenset[Region], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, worker in enumerate(workers):
-        for name, regions in reads(worker.routes, tensors).items():
-            readers[name][frozenset(regions)].append(rank)
-    shares = {}
-    for name, parts in readers.items():
-        read = [region for part in parts for region in part]
-        if sum(region.numel for region in read) == tensors[name].numel and apart(read, tensors[name].shape):
-            shares[name] = tuple(map(tuple, parts.values()))
-    return shares
+def _wholes(tensors: Mapping[str, TensorMeta], reads: Sequence[Mapping[str, Sequence[Region]]]) -> frozenset[str]:
+    found: dict[str, set[Region]] = defaultdict(set)
+    for name, regions in chain.from_iterable(one.items() for one in reads):
+        found[name].update(regions)
+    return frozenset(name for name, regions in found.items() if not make_up(regions, tensors[name].shape))
+
+
+def make_up(regions: Collection[Region], shape: Sequence[int]) -> bool:
+    """Whether regions have each element of a tensor of `shape` once."""
+    return covered(regions, shape) == sum(region.numel for region in regions) == Region(0, tuple(shape), ()).numel
 
 
 def _casts(tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dict[str, str]:
@@ -195,62 +195,3 @@ def _casts(tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dic
             if route.tensor is not None and (dtype := stored[route.param]) != tensors[route.tensor].dtype:
                 casts[tensors[route.tensor].alias_of or route.tensor] = dtype
     return casts
-
-
-def check_sums(
-    engine: str, plan: Plan, tensors: Sequence[TensorMeta], digests: Mapping[str, int], receipts: Sequence[WorkerReceipt]
-) -> None:
-    """Compares what workers summed up with the trainer's digests: whole tensors one by one, parts added up, each part once.
-
-    Raises `DigestMismatch` naming the first tensor that differs. A tensor of which some part was not pulled as a part is proved by the
-    worker that pulled it whole.
-    """
-    metas = {meta.name: meta for meta in tensors}
-    for receipt in receipts:
-        for name, total in receipt.wholes.items():
-            if (seed_of(metas[name]) + total) & MASK != digests[name]:
-                raise DigestMismatch(f"{engine} rank {receipt.rank}: {name} was not pulled as the trainer has it", tensor=name)
-    for name, parts in plan.shares.items():
-        total = 0
-        for ranks in parts:
-            told = {receipts[rank].parts[name] for rank in ranks if name in receipts[rank].parts}
-            if len(told) > 1:
-                raise DigestMismatch(f"{engine}: two workers hold the same part of {name} with different bytes", tensor=name)
-            if not told:
-                break
-            total += told.pop()
-        else:
-            if (seed_of(metas[name]) + total) & MASK != digests[name]:
-                raise DigestMismatch(f"{engine}: the parts of {name} that its workers pulled are not the trainer's", tensor=name)
-
-
-def check_parts(engine: str, tensors: Sequence[TensorMeta], digests: Mapping[str, int], told: Sequence[Mapping[str, int]]) -> None:
-    """Compares what workers summed up before the commit, each of its share of the same bytes, with the trainer's digests.
-
-    Raises `DigestMismatch` naming the first tensor that differs. What a worker left out counts as a difference.
-    """
-    for meta in tensors:
-        if meta.alias_of:
-            continue
-        got = (sum(parts.get(meta.name, 0) for parts in told) - (len(told) - 1) * seed_of(meta)) & MASK
-        if got != (sent := digests[meta.name]):
-            raise DigestMismatch.of(meta.name, got, sent, engine)
-
-
-def check_arrivals(
-    engine: str,
-    tensors: Sequence[TensorMeta],
-    digests: Callable[[], Mapping[str, int]],
-    arrivals: Sequence[Arrival],
-) -> None:
-    """Compares what workers tell of the bytes that have come, in the order of their ranks, with the
-    trainer's digests. Those are not asked for where nothing is told.
-
-    Raises `DigestMismatch` naming the first tensor that differs.
-    """
-    for rank, arrival in enumerate(arrivals):
-        for name, got in arrival.digests.items():
-            if got != (sent := digests()[name]):
-                raise DigestMismatch.of(name, got, sent, f"{engine} rank {rank}")
-    if any(arrival.parts for arrival in arrivals):
-        check_parts(engine, tensors, digests(), [arrival.parts for arrival in arrivals])

@@ -10,7 +10,7 @@ brought its live bytes, read back through its routes, from other ones to the ver
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -92,6 +92,7 @@ class Applier:
         why = self.host.always_reloads or UNPROVED
         self.reload = {layer: self.plan.reload_only.get(layer, why) for layer in self.routes.keys() | self.plan.reload_only.keys()}
         self.unproved = dict(self.plan.reload_only)
+        self._names = {route.tensor for route in self.plan.routes if route.tensor is not None}
         self.reloaded = False  # in the last commit
         self._copies: Copies | None = None
         self._watch: Copies | None = None
@@ -101,7 +102,7 @@ class Applier:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
         copies = self.copies(look=arrival.once)
         watched = self._watched()
-        first = watched is not None and UNPROVED in self.reload.values()
+        first = watched is not None and UNPROVED in self.reload.values()  # then nothing was judged yet
         in_turn = arrival.once and first and not self.direct | self.rebuild
         tensors = arrival.move(copies, watched, in_turn=in_turn)
         if not arrival.once and (now := self.copies()) is not copies:  # looked at while a GPU is at it
@@ -120,7 +121,7 @@ class Applier:
             self._find_derived(rehearsed.look, self.look())
         if not in_turn:
             try_rebuilding(self, tensors)
-        if watched:
+        if watched and watched.compared:
             self._read_back(arrival, watched, rehearsed)
         if self.direct | self.rebuild != (self._structure.layers.keys() if self._structure else set()):
             derived = {layer: {_attribute(way) for _, way in self.derived.get(layer, ())} for layer in self.direct | self.rebuild}
@@ -138,15 +139,21 @@ class Applier:
         look: at where they lie; otherwise somebody else does.
         """
         if self._copies is None or self._copies.layers != self.direct:
-            # Constants are left out: they were filled in by the first load.
-            of_direct: dict[bool, list[Route]] = {True: [], False: []}
-            for layer in sorted(self.routes):
-                of_direct[layer in self.direct] += [route for route in self.routes[layer] if route.tensor is not None]
-            others = frozenset(route.tensor for route in of_direct[False] if route.tensor is not None) | self.plan.computed.keys()
-            self._copies = Copies(self.host.model, frozenset(self.direct), of_direct[True], others)
+            rest = (route.tensor for layer in self.routes.keys() - self.direct for route in self.routes[layer] if route.tensor)
+            others = frozenset(rest) | self.plan.computed.keys()
+            direct = frozenset(self.direct)
+            self._copies = Copies(self.host.model, direct, self._asked(direct), self.plan.routes, others=others)
         elif look:
             self._copies = self._copies.renewed(self.host.model)
         return self._copies
+
+    def wanted(self, metas: Mapping[str, TensorMeta]) -> Collection[str]:
+        """Tensors that this worker's layers take something of."""
+        return {metas[name].alias_of or name for name in self._names}
+
+    def _asked(self, layers: frozenset[str]) -> list[Route]:
+        """What they read. Constants are left out: they were filled in by the first load."""
+        return [route for layer in sorted(layers) for route in self.routes.get(layer, ()) if route.tensor is not None]
 
     def layers(self) -> tuple[list[str], list[str], dict[str, str]]:
         """Which take which way: `direct`, `rebuild` and `reload`, in order."""
@@ -172,13 +179,13 @@ class Applier:
         yield from ((name, tensors[name]) for name in tensors if name in names)
 
     def _watched(self) -> Copies | None:
-        """What layers on reload read that can be read back: the same object as `copies` has it, for as long as they are the same."""
-        layers = frozenset(layer for layer in self.reload if layer not in self.unproved and layer in self.routes)
+        """What layers that are not direct read: the same object as `copies` has it, for as long as they are the same."""
+        layers = frozenset(self.routes.keys() - self.direct)
+        compared = layers & self.reload.keys() - self.unproved.keys()
         if not layers:
             return None
-        if self._watch is None or self._watch.layers != layers:
-            routes = [route for layer in sorted(layers) for route in self.routes[layer] if route.tensor is not None]
-            self._watch = Copies(self.host.model, layers, routes, frozenset())
+        if self._watch is None or (self._watch.layers, self._watch.compared) != (layers, compared):
+            self._watch = Copies(self.host.model, layers, self._asked(layers), self.plan.routes, compared=compared)
         else:
             self._watch = self._watch.renewed(self.host.model)
         return self._watch
@@ -217,7 +224,7 @@ class Applier:
         different = {layer: route for layer, route, now, new in zip(layers, routes, held, brought, strict=True) if now != new}
         before = rehearsed.held if rehearsed else [None] * len(routes)
         same = {layer for layer, was, new in zip(layers, before, brought, strict=True) if was == new}
-        for layer in watched.layers & self.reload.keys():
+        for layer in watched.compared & self.reload.keys():
             if layer not in different:
                 self.comparable.add(layer)
                 self._decide(layer, UNTOUCHED if layer in same else None)

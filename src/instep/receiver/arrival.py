@@ -7,7 +7,7 @@ process's GPU memory, one kernel pulls them and takes their digests on the way. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from instep.errors import ApplyError, DigestMismatch, TransportError
-from instep.protocol import Manifest, TensorMeta
+from instep.plan.sums import Told, add_up
+from instep.protocol import Manifest, Route, TensorMeta
 from instep.receiver import watch
 from instep.receiver.apply import Applier
 from instep.receiver.copies import Copies
-from instep.receiver.pull import Puller
+from instep.receiver.pull import Parts, Puller
 from instep.receiver.regions import Tensors, copy_regions, holds
 from instep.transport import Reader
 
@@ -42,10 +43,27 @@ class Proof:
     tensors: int
     complete: bool = False
     wholes: dict[str, int] = field(default_factory=dict)
-    parts: dict[str, int] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
     theirs: dict[str, int] = field(default_factory=dict)
 
-    def sums(self) -> dict[str, dict[str, int]]:
+    @classmethod
+    def of(cls, wholes: dict[str, int], some: Sequence[Parts], theirs: dict[str, int], wanted: Collection[str]) -> Proof:
+        """Of sums. some: of regions, by different layers.
+
+        wanted: tensors that this worker reads. Raises `ApplyError` for one of which nothing was summed up.
+        """
+        parts: Parts = {}
+        for name, sums in chain.from_iterable(one.items() for one in some):
+            parts[name] = parts.get(name, {}) | sums
+        if untold := sorted(set(wanted) - wholes.keys() - parts.keys()):
+            raise ApplyError(f"nothing was summed up of {untold[0]}", tensor=untold[0])
+        return cls(len(parts.keys() | wholes.keys()), wholes=wholes, parts=parts, theirs=theirs)
+
+    def proves(self, theirs: Mapping[str, int] | None) -> bool:
+        """Whether this worker holds the trainer's bytes. theirs: its sums, where they are known."""
+        return self.complete or add_up([Told(self.wholes, self.parts)], self.theirs or theirs or {})
+
+    def sums(self) -> dict[str, Any]:
         return {"wholes": self.wholes, "parts": self.parts, "theirs": self.theirs}
 
 
@@ -82,8 +100,11 @@ class Seen:
 
     def held(self, watched: Copies) -> list[bool]:
         """Whether it is what was brought."""
-        known = [route.param not in watched.elsewhere for route in watched.routes]
-        return [here and holds(watched.live[route.param], route, self.tensors) for here, route in zip(known, watched.routes, strict=True)]
+        return [self._holds(watched, route) for route in watched.routes]
+
+    def _holds(self, watched: Copies, route: Route) -> bool:
+        known = watched.compares(route) and route.param not in watched.elsewhere
+        return known and holds(watched.live[route.param], route, self.tensors)
 
     def brought(self, watched: Copies) -> list[bool]:
         return [True for _ in watched.routes]
@@ -104,41 +125,55 @@ class Seen:
 
 
 class Pulled:
-    """Bytes in the memory of a GPU that another process owns."""
+    """Bytes in the memory of a GPU that another process owns.
+
+    launch: of the trainer's sums (see `protocol.CommitRequest`). wholes: see `protocol.PrepareRequest`.
+    """
 
     once = False
 
-    def __init__(self, manifest: Manifest, reader: Any, launch: int) -> None:
-        self.address, self.reader = manifest.location.address, reader
+    def __init__(self, manifest: Manifest, reader: Any, launch: int, wholes: Collection[str] = ()) -> None:
+        self.address, self.reader, self.in_one = manifest.location.address, reader, wholes
         self.theirs: dict[str, int] = reader.told(launch)  # before anything is pulled, or written
         self.metas = {meta.name: meta for meta in manifest.tensors}
-        self.parts: dict[str, int] = {}
+        self.direct: Parts = {}
         self.puller: Puller | None = None  # of direct layers, where there are any
+        self.watched: Copies | None = None
+        self.reads: tuple[watch.Reads, list[int]] | None = None
 
     def tensors_of(self) -> list[TensorMeta]:
         return list(self.metas.values())
 
-    def move(self, copies: Copies, _: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
+    def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         if copies.routes:
-            at = (self.address, *self.reader.bases)  # what was mapped may lie elsewhere when it is mapped again
+            # What was mapped may lie elsewhere when it is mapped again.
+            at = (self.address, *self.reader.bases, *self.in_one)
             if copies.worked_out is None or copies.worked_out[0] != at:
-                copies.worked_out = (at, Puller(copies, self.metas, self.reader))
+                copies.worked_out = (at, Puller(copies, self.metas, self.reader, self.in_one))
             puller: Puller = copies.worked_out[1]
             puller.launch(self.metas, self.reader)
             self.puller = puller
-        self.tensors = Lazy(self.metas, self.reader.tensor)
+        self.tensors, self.watched, self.every = Lazy(self.metas, self.reader.tensor), watched, copies.every
         return self.tensors
 
     def held(self, watched: Copies) -> Sequence[object]:
         return watch.held(watched, self.metas, self.reader.device)
 
     def brought(self, watched: Copies) -> Sequence[object]:
-        runs = watch.brought(watched, self.metas, self.reader.places)
-        sums = watch.summed(list(chain.from_iterable(runs)), len(runs), self.reader.device)
-        return watch.summaries(watched, runs, sums, self.tensors)
+        reads, sums = self._read()
+        return reads.brought(sums)[: len(watched.asked)]
+
+    def _read(self) -> tuple[watch.Reads, list[int]]:
+        """What layers that are not direct read, and what is cut up here."""
+        if self.reads is None:
+            asked = [*(self.watched.asked if self.watched else ()), *(self.puller.moves.asked if self.puller else ())]
+            reads = watch.Reads(asked, self.every, self.metas, self.reader.places)
+            summed = watch.summed(list(chain.from_iterable(reads.runs)), len(reads.regions), self.reader.device)
+            self.reads = reads, reads.sums(summed, self.reader.sums(), self.tensors)
+        return self.reads
 
     def settle(self) -> None:
-        self.parts = self.puller.sums() if self.puller else {}
+        self.direct = self.puller.sums() if self.puller else {}
         torch.cuda.synchronize(self.reader.device)
 
     def prove(self, applier: Applier) -> Proof:
@@ -148,8 +183,9 @@ class Pulled:
         """
         if self.puller is not None:
             check_places(self.puller.copies, applier)
-        wholes, parts = self.reader.sums(), self.parts
-        return Proof(len(parts.keys() | wholes.keys()), wholes=wholes, parts=parts, theirs=self.theirs)
+        reads, sums = self._read()
+        some = [self.direct, reads.parts(sums, self.in_one)]
+        return Proof.of(self.reader.sums(), some, self.theirs, applier.wanted(self.metas))
 
     def forget(self) -> None:
         """Nothing is held: tensors are made when they are asked for."""
@@ -161,18 +197,18 @@ def check_places(copies: Copies, applier: Applier) -> None:
         raise ApplyError("the engine's reload session moved weights that had been pulled already")
 
 
-def arrive(manifest: Manifest, reader: Reader, launch: int = 0) -> Any:
+def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collection[str] = ()) -> Any:
     """How a version's bytes come in. Waits for the first of them where they are sent; nothing has been written then.
 
-    launch: of the trainer's sums (see `protocol.CommitRequest`).
+    launch: of the trainer's sums (see `protocol.CommitRequest`). wholes: see `protocol.PrepareRequest`.
     """
     if reader.arrived:
         return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors}, manifest.tensors)
     if not reader.streams:
-        return Pulled(manifest, reader, launch)
+        return Pulled(manifest, reader, launch, wholes)
     from instep.receiver.stream import Streamed
 
-    return Streamed(manifest, reader)
+    return Streamed(manifest, reader, wholes)
 
 
 def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, int]]:

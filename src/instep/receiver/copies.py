@@ -14,16 +14,28 @@ from instep.receiver.regions import place
 
 
 class Copies:
-    """The copies of a worker's direct layers.
+    """The copies of some of a worker's layers.
 
-    routes: constants left out; their targets are in the parameters' memory (`regions.place`). others: checkpoint tensors that layers
-    read which are not direct. live: the parameters that are written, by name.
-    elsewhere: those of which routes cannot say where their elements lie.
+    asked: their routes, constants left out. routes: the same, with targets in the parameters' memory
+    (`regions.place`). every: the routes of all layers. others: checkpoint tensors that other layers read.
+    live: the parameters that are written, by name.
+    elsewhere: those of which no strides say where their elements lie. compared: layers that can be read
+    back, of those that a reload session writes.
     """
 
-    def __init__(self, model: torch.nn.Module, layers: frozenset[str], routes: Sequence[Route], others: frozenset[str]) -> None:
-        self.model, self.layers, self.others, self._asked = model, layers, others, routes
-        params = dict.fromkeys(route.param for route in routes)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: frozenset[str],
+        asked: Sequence[Route],
+        every: Sequence[Route],
+        *,
+        others: frozenset[str] = frozenset(),
+        compared: frozenset[str] = frozenset(),
+    ) -> None:
+        self.model, self.layers, self.asked, self.every = model, layers, asked, every
+        self.others, self.compared = others, compared
+        params = dict.fromkeys(route.param for route in asked)
         live = dict(live_tensors(model))
         self.live = {name: live[name] for name in params}
         self.routes, self.elsewhere = self._placed()
@@ -34,9 +46,15 @@ class Copies:
         self.worked_out: tuple[Hashable, Any] | None = None
         """What a transport has worked out for these copies from an address of its own."""
 
+    def compares(self, route: Route) -> bool:
+        """Whether a route leads to a layer that is compared."""
+        return route.param.rpartition(".")[0] in self.compared
+
     def renewed(self, model: torch.nn.Module) -> Copies:
         """The same copies to where the parameters lie now: this object, for as long as they lie where they lay."""
-        return self if self.stay(model) else Copies(model, self.layers, self._asked, self.others)
+        if self.stay(model):
+            return self
+        return Copies(model, self.layers, self.asked, self.every, others=self.others, compared=self.compared)
 
     def stay(self, model: torch.nn.Module) -> bool:
         """Whether the model has the same modules, and their parameters lie where they lay."""
@@ -47,7 +65,7 @@ class Copies:
 
     def _placed(self) -> tuple[list[Route], frozenset[str]]:
         routes, elsewhere = [], set()
-        for route in self._asked:
+        for route in self.asked:
             assert route.source is not None
             found = place(self.live[route.param], route.source, route.target)
             if found is None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from instep.digest_cuda import Run, Table
 from instep.plan.overlap import Rows, common
-from instep.plan.region import rows_of
+from instep.plan.region import rows_of, simplify
 from instep.plan.routes import apart, reads
-from instep.protocol import ITEM_BYTES, Route, TensorMeta
+from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta
 from instep.receiver.copies import Copies
 from instep.receiver.regions import copy_regions
 from instep.transport.exposed import run_of
 from instep.transport.ipc_reader import IpcReader
+
+Parts = dict[str, dict[int, int]]
+"""Sums of regions of tensors, by name and number."""
+Places = Callable[[TensorMeta], Sequence[Rows]]
+"""Where the parts of a tensor are, all of it, in words."""
 
 
 @dataclass(slots=True)
@@ -25,49 +30,54 @@ class Moves:
 
     runs: list[Run] = field(default_factory=list)
     slots: int = 0
-    parts: dict[str, int] = field(default_factory=dict)
-    """Tensors of which the kernel sums up all that this worker reads, with the slot of the sum."""
+    parts: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Regions that the kernel sums up, by tensor and number (`plan.routes.reads`), with the slots of their sums."""
     odd: dict[str, list[Route]] = field(default_factory=lambda: defaultdict(list))
     """Routes of tensors that are pulled whole and cut up here: their sum is that of the whole tensor."""
+    asked: list[Route] = field(default_factory=list)
+    """The same as they were asked for (`Copies.asked`)."""
 
     def slot(self) -> int:
         self.slots += 1
         return self.slots - 1
 
 
-def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Callable[[TensorMeta], list[Rows]]) -> Moves:
-    """places: of a tensor, all of it, in words. A tensor is odd if any of its routes is no whole number of words, or if routes overlap."""
+def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, wholes: Collection[str] = ()) -> Moves:
+    """A tensor is odd if any of its routes is no whole number of words, or if routes overlap.
+
+    wholes: tensors that are odd because what all workers read of them overlaps.
+    """
     made = Moves()
-    of_tensor: dict[str, list[Route]] = defaultdict(list)
-    for route in copies.routes:
+    of_tensor: dict[str, list[tuple[Route, Route, Region]]] = defaultdict(list)
+    for route, asked in zip(copies.routes, copies.asked, strict=True):
         assert route.tensor is not None
-        of_tensor[metas[route.tensor].alias_of or route.tensor].append(route)
-    regions = reads(copies.routes, metas)
-    others = {metas[name].alias_of or name for name in copies.others}
+        assert asked.source is not None
+        of_tensor[metas[route.tensor].alias_of or route.tensor].append((route, asked, simplify(asked.source)))
+    regions = reads(copies.every, metas)
     for name, routes in of_tensor.items():
-        meta, slot = metas[name], made.slot()
-        rows = [rows_to(route, meta, copies.live[route.param]) for route in routes]
+        meta = metas[name]
+        rows = [rows_to(route, meta, copies.live[route.param]) for route, _, _ in routes]
         whole_words = [some for some in rows if some is not None]
-        if len(whole_words) < len(rows) or not apart(regions[name], meta.shape):
-            made.odd[name] = routes
+        if name in wholes or len(whole_words) < len(rows) or not apart({region for _, _, region in routes}, meta.shape):
+            made.odd[name] = [route for route, _, _ in routes]
+            made.asked += [asked for _, asked, _ in routes]
             continue
-        parts, once = places(meta), set()
-        for route, into in zip(routes, whole_words, strict=True):
+        parts, slots = places(meta), made.parts[name]
+        for (_, _, region), into in zip(routes, whole_words, strict=True):
             # The same bytes a second time (a tied pair kept apart) are moved, and not counted twice.
-            counted = slot if route.source not in once else made.slot()
-            once.add(route.source)
+            number = regions[name].index(region)
+            counted = made.slot()
+            slots.setdefault(number, counted)
             made.runs += [run_of(theirs, meta, counted, into=mine) for part in parts for mine, theirs in common(into, part)]
-        if name not in others:  # what other layers read of it is not summed up here
-            made.parts[name] = slot
     return made
 
 
 class Puller:
     """The copies of one plan between fixed addresses."""
 
-    def __init__(self, copies: Copies, metas: Mapping[str, TensorMeta], reader: IpcReader) -> None:
+    def __init__(self, copies: Copies, metas: Mapping[str, TensorMeta], reader: IpcReader, wholes: Collection[str]) -> None:
         self.copies = copies
-        self.moves = moves(copies, metas, reader.places)
+        self.moves = moves(copies, metas, reader.places, wholes)
         self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
 
     def launch(self, metas: Mapping[str, TensorMeta], reader: IpcReader) -> None:
@@ -77,10 +87,10 @@ class Puller:
             source = reader.tensor(metas[name])
             copy_regions(routes, self.copies.live, {route.tensor: source for route in routes if route.tensor is not None})
 
-    def sums(self) -> dict[str, int]:
-        """Waits. The sum of what this worker holds of each tensor that it pulled in parts: see `digest.py`."""
+    def sums(self) -> Parts:
+        """Waits. The sums of the regions that this worker pulled, by tensor and number: see `digest.py`."""
         sums, _ = self.table.result()
-        return {name: sums[slot] for name, slot in self.moves.parts.items()}
+        return {name: {number: sums[slot] for number, slot in slots.items()} for name, slots in self.moves.parts.items()}
 
 
 def rows_to(route: Route, meta: TensorMeta, live: torch.Tensor) -> Rows | None:

@@ -234,7 +234,7 @@ class Receiver(Serves):
         if prepared is None or applier is None or prepared.manifest.version != wanted.version or prepared.session != request.session:
             raise VersionConflict(f"version {wanted.version!r} is not prepared here")
         manifest, reader, (arrived, digests) = prepared.manifest, prepared.reader, prepared.arrival.result()
-        arrival = arrive(manifest, reader, wanted.launch)
+        arrival = arrive(manifest, reader, wanted.launch, self.last.wholes if self.last else ())
         if self.state == "dirty":
             applier = self.applier = self.kept.anew(applier)
         started = time.perf_counter()
@@ -257,7 +257,7 @@ class Receiver(Serves):
         if not released:
             raise ApplyError("the engine's loader kept views of the published bytes, which the next version will overwrite")
         done = time.perf_counter()
-        proved = proof.complete or (proof.wholes | proof.parts) == (proof.theirs or sums)
+        proved = proof.proves(sums)
         told = not proved or self.host.world_size > 1  # to be added up with other workers'
         known = manifest.digests or digests
         self.wrote(Taken(request.session, manifest.version, total(known) if known else None, manifest.merged), proved=proved)

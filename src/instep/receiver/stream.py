@@ -4,7 +4,7 @@ the way, before the next but one takes its place. What other layers need is put 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -21,7 +21,7 @@ from instep.receiver.apply import Applier
 from instep.receiver.arrival import Proof, check_places
 from instep.receiver.aside import Aside
 from instep.receiver.copies import Copies
-from instep.receiver.pull import moves
+from instep.receiver.pull import Parts, moves
 from instep.receiver.regions import copy_regions
 
 
@@ -42,34 +42,42 @@ def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
 class Scatter:
     """The copies of one plan out of buckets that stay where they are.
 
-    watched: copies that are not made: what they bring is summed up, route by route. buckets: the memory of each, in order. All that the
+    watched: copies that are not made: what they bring is summed up, region by region. buckets: the memory of each, in order. All that the
     GPU needs to know of them is brought to it here: that waits for what the current stream waits for, and once buckets are awaited that
-    may be a peer which has died.
+    may be a peer which has died. wholes: see `protocol.PrepareRequest`.
     """
 
-    def __init__(self, copies: Copies, watched: Copies | None, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        copies: Copies,
+        watched: Copies | None,
+        manifest: Manifest,
+        buckets: Sequence[torch.Tensor],
+        wholes: Collection[str] = (),
+    ) -> None:
         self.bucket = manifest.location.bucket
         self.metas = {meta.name: meta for meta in manifest.tensors}
 
         def places(meta: TensorMeta) -> list[Rows]:
             return [contiguous(-(-meta.nbytes // 8), manifest.location.offsets[meta.name] // 8)]
 
-        self.moves = moves(copies, self.metas, places)
+        self.moves = moves(copies, self.metas, places, wholes)
         self.aside = {self.metas[name].alias_of or name for name in copies.others} | self.moves.odd.keys()
         self.pieces = [
             [piece for piece in pieces_here if piece.meta.name in self.aside] for pieces_here in pieces(manifest.tensors, self.bucket)
         ]
         self.slots = {name: slot for slot, name in enumerate(sorted(self.aside), self.moves.slots)}
-        self.watched = watch.brought(watched, self.metas, places) if watched else []
+        asked = [*(watched.asked if watched else ()), *self.moves.asked]
+        self.reads = watch.Reads(asked, copies.every, self.metas, places)
         self.tables = [self._tables(index, bucket) for index, bucket in enumerate(buckets)]
 
     def _tables(self, index: int, bucket: torch.Tensor) -> list[Table]:
         low, base, first = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
         moved = [part for run in self.moves.runs for part in cut_run(run, low, low + len(bucket), base)]
         read = [in_one(base + p.at, p.meta, self.slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
-        for run in chain.from_iterable(self.watched):
+        for run in chain.from_iterable(self.reads.runs):
             read += [replace(part, slot=first + run.slot) for part in cut_run(run, low, low + len(bucket), base)]
-        slots = first + len(self.watched)
+        slots = first + len(self.reads.regions)
         return [Table(some, slots, bucket.device, copy=copy) for some, copy in ((moved, True), (read, False)) if some]
 
     def launch(self, index: int) -> None:
@@ -77,12 +85,12 @@ class Scatter:
         for table in self.tables[index]:
             table.launch()
 
-    def sums(self) -> tuple[dict[str, int], dict[str, int], list[int]]:
-        """Waits. Of tensors that were put aside, of what this worker reads of the others, and of what was watched."""
+    def sums(self) -> tuple[dict[str, int], Parts, list[int]]:
+        """Waits. Of tensors that were put aside, of regions that were moved, and of those that are read beside."""
         total = added(chain.from_iterable(self.tables))[0]
         wholes = {name: total[slot] for name, slot in self.slots.items()}
-        parts = {name: total[slot] for name, slot in self.moves.parts.items()}
-        return wholes, parts, total[len(total) - len(self.watched) :]
+        parts = {name: {number: total[slot] for number, slot in slots.items()} for name, slots in self.moves.parts.items()}
+        return wholes, parts, total[len(total) - len(self.reads.regions) :]
 
 
 class Streamed:
@@ -90,12 +98,12 @@ class Streamed:
 
     once = True
 
-    def __init__(self, manifest: Manifest, reader: Any) -> None:
-        self.manifest, self.reader = manifest, reader
+    def __init__(self, manifest: Manifest, reader: Any, wholes: Collection[str] = ()) -> None:
+        self.manifest, self.reader, self.in_one = manifest, reader, wholes
         self.wholes: dict[str, int] = {}
-        self.parts: dict[str, int] = {}
+        self.direct: Parts = {}
         self.theirs: dict[str, int] = {}
-        self.watched: list[int] = []
+        self.read: list[int] = []
         self.aside: Aside | None = None
         reader.begin()  # nothing is written before it is known that all take part
 
@@ -104,11 +112,11 @@ class Streamed:
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Mapping[str, torch.Tensor]:
         """Of a version whose tensors are asked for in turn a bucket comes when something in it is asked for."""
-        at = self.manifest.location.address, watched
+        at = self.manifest.location.address, watched, *self.in_one
         if copies.worked_out is None or copies.worked_out[0] != at:
-            copies.worked_out = (at, Scatter(copies, watched, self.manifest, self.reader.parts))
+            copies.worked_out = (at, Scatter(copies, watched, self.manifest, self.reader.parts, self.in_one))
         self.copies, self.scatter = copies, copies.worked_out[1]
-        kept = self._twice(watched) if in_turn and watched else self.scatter.aside
+        kept = self._twice() if in_turn else self.scatter.aside
         self.aside = Aside(self.scatter.metas, self.scatter.aside, kept, self._passing(ahead=not in_turn), self.reader.device)
         if in_turn:
             self.aside.take()  # from here on nothing is under way unless somebody asks for it
@@ -126,11 +134,10 @@ class Streamed:
                 self.reader.settle()
             yield found
 
-    def _twice(self, watched: Copies) -> set[str]:
+    def _twice(self) -> set[str]:
         """What may be asked for more than once: tensors with other names, and those in which a route cuts a word."""
         metas = self.scatter.metas
-        cut = {route.tensor for route, runs in zip(watched.routes, self.scatter.watched, strict=True) if not runs and route.tensor}
-        return {meta.alias_of for meta in metas.values() if meta.alias_of} | {metas[name].alias_of or name for name in cut}
+        return {meta.alias_of for meta in metas.values() if meta.alias_of} | self.scatter.reads.cut()
 
     def _take_all(self) -> None:
         """What is still to come. Nothing happens where everything has come."""
@@ -141,15 +148,15 @@ class Streamed:
         self.theirs = self.reader.told()
         for routes in self.scatter.moves.odd.values():
             copy_regions(routes, self.copies.live, aside)
-        self.wholes, self.parts, self.watched = self.scatter.sums()
+        self.wholes, self.direct, read = self.scatter.sums()
+        self.read = self.scatter.reads.sums(read, self.wholes, aside)
 
     def held(self, watched: Copies) -> Sequence[object]:
         return watch.held(watched, self.scatter.metas, self.reader.device)
 
     def brought(self, watched: Copies) -> Sequence[object]:
         self._take_all()
-        assert self.aside is not None
-        return watch.summaries(watched, self.scatter.watched, self.watched, self.aside)
+        return self.scatter.reads.brought(self.read)[: len(watched.asked)]
 
     def settle(self) -> None:
         self._take_all()
@@ -161,7 +168,8 @@ class Streamed:
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
         check_places(self.copies, applier)
-        return Proof(len(self.wholes | self.parts), wholes=self.wholes, parts=self.parts, theirs=self.theirs)
+        some = [self.direct, self.scatter.reads.parts(self.read, self.in_one)]
+        return Proof.of(self.wholes, some, self.theirs, applier.wanted(self.scatter.metas))
 
     def forget(self) -> None:
         """Also after a loader that failed everything is taken: other engines wait for the same buckets."""

@@ -1,83 +1,131 @@
 """Whether live storage holds what routes bring, on a GPU: by sums, one launch for all that was brought and one for all that is held.
 
-The digest is keyed by position (see `digest.py`), so the same elements of a tensor have the same sum wherever they lie. Where a
-route cuts a word of eight bytes, a hash is taken.
+The digest is keyed by position (see `digest.py`), so the same elements of a tensor have the same sum
+wherever they lie. Regions that cut a word of eight bytes are summed up in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
-import xxhash
 
-from instep.digest import as_bytes
+from instep.digest import BLOCK_BYTES, as_bytes, partial, seed_of
 from instep.digest_cuda import Run, Table
 from instep.plan.overlap import Rows, common
-from instep.protocol import TensorMeta
+from instep.plan.region import extent, rows_of, simplify, whole
+from instep.plan.routes import reads
+from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta
 from instep.receiver.copies import Copies
-from instep.receiver.pull import rows_to
+from instep.receiver.pull import Parts, Places, rows_to
 from instep.receiver.regions import Tensors, fits, view
 from instep.transport.exposed import run_of
 
-Summary = int | bool
-"""Of what one route brings, or of what is held where it leads: equal for equal bytes."""
-UNLIKE = False
-"""Of storage that is laid out in another way."""
+Summary = int | None
+"""Of what one route brings, or of what is held where it leads: equal for equal bytes. None: of storage that is laid out in another way."""
+
+
+class Reads:
+    """The regions that some routes read, each once. Slots are their numbers in `regions`.
+
+    every: the routes of all layers. runs: what is to be read of the tensors to sum each region up;
+    nothing where it is all of a tensor, which is summed up as it is taken, and where it cuts words.
+    """
+
+    def __init__(self, asked: Sequence[Route], every: Sequence[Route], metas: Mapping[str, TensorMeta], places: Places) -> None:
+        self.metas = metas
+        numbers = {name: {region: at for at, region in enumerate(some)} for name, some in reads(every, metas).items()}
+        self.of_route = [_key(route, metas) for route in asked]
+        self.regions = list(dict.fromkeys(self.of_route))
+        self.numbers = [numbers[name][region] for name, region in self.regions]
+        self.runs = [
+            [] if _is_all(metas[name], region) else list(_runs(metas[name], region, slot, places))
+            for slot, (name, region) in enumerate(self.regions)
+        ]
+
+    def cut(self) -> set[str]:
+        """Tensors of which a region cuts words."""
+        unread = (key for key, runs in zip(self.regions, self.runs, strict=True) if not runs)
+        return {name for name, region in unread if not _is_all(self.metas[name], region)}
+
+    def sums(self, summed: Sequence[int], wholes: Mapping[str, int], tensors: Tensors) -> list[int]:
+        """Of each region. summed: of the runs. wholes: of tensors. tensors: as they came, for what is in neither."""
+        found = list(summed)
+        for slot, (name, region) in enumerate(self.regions):
+            if _is_all(self.metas[name], region) and name in wholes:
+                found[slot] = wholes[name]
+            elif not self.runs[slot]:
+                found[slot] = masked(self.metas[name], region, view(tensors[name], region))
+        return found
+
+    def brought(self, sums: Sequence[int]) -> list[Summary]:
+        """Of each route."""
+        slots = {key: slot for slot, key in enumerate(self.regions)}
+        return [sums[slots[key]] for key in self.of_route]
+
+    def parts(self, sums: Sequence[int], in_one: Collection[str]) -> Parts:
+        """By tensor and number. in_one: tensors that are told as a whole alone."""
+        found: Parts = {}
+        for (name, _), number, total in zip(self.regions, self.numbers, sums, strict=True):
+            if name not in in_one:
+                found.setdefault(name, {})[number] = total
+        return found
 
 
 def held(watched: Copies, metas: Mapping[str, TensorMeta], device: torch.device) -> list[Summary]:
-    """Of each route, where it leads."""
-    found: list[Summary] = [UNLIKE] * len(watched.routes)
+    """Of each route of layers that are compared, where it leads."""
+    found: list[Summary] = [None] * len(watched.routes)
     runs = []
-    for slot, route in enumerate(watched.routes):
-        assert route.tensor is not None
-        live, meta = watched.live[route.param], _original(metas, route.tensor)
-        if route.param in watched.elsewhere or not fits(live, route, meta.dtype):
+    for slot, (route, asked) in enumerate(zip(watched.routes, watched.asked, strict=True)):
+        assert asked.source is not None
+        live, meta = watched.live[route.param], metas[_key(asked, metas)[0]]
+        if route.param in watched.elsewhere or not watched.compares(route) or not fits(live, route, meta.dtype):
             continue
         if (rows := rows_to(route, meta, live)) is not None:
             runs.append(run_of(rows, meta, slot))
         else:
-            found[slot] = _hash(view(live, route.target))
+            assert route.source is not None
+            found[slot] = masked(meta, route.source, view(live, route.target))
     sums = summed(runs, len(found), device)
     for run in runs:
         found[run.slot] = sums[run.slot]
     return found
 
 
-def brought(watched: Copies, metas: Mapping[str, TensorMeta], places: Callable[[TensorMeta], Sequence[Rows]]) -> list[list[Run]]:
-    """What is to be read of the tensors to sum up what each route brings: nothing where it cuts words. places: see `pull.moves`. Slots are
-    numbers of routes."""
-    runs: list[list[Run]] = []
-    for slot, route in enumerate(watched.routes):
-        assert route.tensor is not None
-        meta = _original(metas, route.tensor)
-        rows = rows_to(route, meta, watched.live[route.param])
-        runs.append([] if rows is None else [run_of(theirs, meta, slot) for part in places(meta) for _, theirs in common(rows, part)])
-    return runs
-
-
-def summaries(watched: Copies, runs: Sequence[Sequence[Run]], sums: Sequence[int], tensors: Tensors) -> list[Summary]:
-    """Of what each route brings. tensors: as they came, for routes that cut words."""
-    found: list[Summary] = list(sums)
-    for slot, route in enumerate(watched.routes):
-        if not runs[slot]:
-            assert route.tensor is not None
-            assert route.source is not None
-            found[slot] = _hash(view(tensors[route.tensor], route.source))
-    return found
-
-
 def summed(runs: Sequence[Run], slots: int, device: torch.device) -> list[int]:
-    """Waits."""
+    """Waits, where there is something to read."""
+    if not runs:
+        return [0] * slots
     table = Table(runs, slots, device, copy=False)
     table.launch()
     return table.result()[0]
 
 
-def _hash(part: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(as_bytes(part).data)
+def masked(meta: TensorMeta, region: Region, part: torch.Tensor) -> int:
+    """The sum of a region of a tensor, everything else zero. part: its elements."""
+    size, (first, last) = ITEM_BYTES[meta.dtype], extent(region)
+    block = first * size // BLOCK_BYTES
+    start = block * BLOCK_BYTES // size
+    around = torch.zeros(last - start, dtype=part.dtype)
+    view(around, Region(region.offset - start, region.shape, region.stride)).copy_(part)
+    return partial(as_bytes(around), seed_of(meta), block)
 
 
-def _original(metas: Mapping[str, TensorMeta], name: str) -> TensorMeta:
-    return metas[metas[name].alias_of or name]
+def _key(route: Route, metas: Mapping[str, TensorMeta]) -> tuple[str, Region]:
+    assert route.tensor is not None
+    assert route.source is not None
+    return metas[route.tensor].alias_of or route.tensor, simplify(route.source)
+
+
+def _is_all(meta: TensorMeta, region: Region) -> bool:
+    return region == simplify(whole(meta.shape))
+
+
+def _runs(meta: TensorMeta, region: Region, slot: int, places: Places) -> Iterator[Run]:
+    found = rows_of(region, region)
+    if found is None:
+        return
+    count, row, stride, _ = found
+    rows = Rows(count, row, region.offset, stride, 0, stride).in_words(ITEM_BYTES[meta.dtype], 0)
+    if rows is not None:
+        yield from (run_of(theirs, meta, slot) for part in places(meta) for _, theirs in common(rows, part))

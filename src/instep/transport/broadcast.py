@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from instep.digest_cuda import warm_up
-from instep.errors import DigestMismatch, InstepError, SourceError, TransportError
+from instep.errors import ApplyError, DigestMismatch, InstepError, SourceError, TransportError
 from instep.plan.buckets import buckets, layout, padded
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Sending, elsewhere, uuid_of
@@ -124,6 +124,8 @@ class BroadcastTransport:
     async def unless(self, step: Awaitable[T]) -> T:
         try:
             return await step
+        except ApplyError:  # it has taken what was still to come: others that are not as far get theirs
+            raise
         except InstepError as error:
             self._give_up(str(error.args[0]))
             raise

@@ -1,0 +1,103 @@
+"""What workers summed up against the trainer's digests. Pure functions of numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from instep.digest import MASK, seed_of
+from instep.errors import DigestMismatch
+from instep.plan.routes import Plan
+from instep.protocol import Arrival, Region, TensorMeta, WorkerReceipt
+
+
+class Told(NamedTuple):
+    """What one worker has summed up in a commit.
+
+    wholes: all of a tensor. parts: regions of one, by their numbers in the order of `plan.routes.reads`.
+    """
+
+    wholes: Mapping[str, int]
+    parts: Mapping[str, Mapping[int, int]]
+
+
+def add_up(told: Sequence[Told], theirs: Mapping[str, int]) -> bool:
+    """Whether what workers hold makes up what the trainer's GPU has told, in all of them.
+
+    Sums are keyed by position: workers that hold the same region tell the same, and it counts once. A sum
+    of zero would count for nothing, so it proves nothing.
+    """
+    if not theirs:
+        return False
+    for name, total in theirs.items():
+        wholes = {one.wholes[name] for one in told if name in one.wholes}
+        parts = {value for one in told for value in one.parts.get(name, {}).values()}
+        if not wholes | parts or not wholes <= {total}:
+            return False
+        if parts and (sum(parts) & MASK != total or (len(parts) > 1 and 0 in parts)):
+            return False
+    return True
+
+
+def check_sums(
+    engine: str, plan: Plan, tensors: Sequence[TensorMeta], digests: Mapping[str, int], receipts: Sequence[WorkerReceipt]
+) -> None:
+    """Compares what workers summed up with the trainer's digests: whole tensors one by one, and regions
+    added up, each once.
+
+    receipts: in the order of the plan's workers. Raises `DigestMismatch` naming the first tensor that
+    differs, or of which a worker has told less than it reads.
+    """
+    metas = {meta.name: meta for meta in tensors}
+    told: dict[str, dict[Region, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for reads, receipt in zip(plan.reads, receipts, strict=True):
+        for name, total in receipt.wholes.items():
+            if (seed_of(metas[name]) + total) & MASK != digests[name]:
+                raise DigestMismatch(f"{engine} rank {receipt.rank}: {name} was not pulled as the trainer has it", tensor=name)
+        for name, regions in reads.items():
+            parts = receipt.parts.get(name, {})
+            if not receipt.proved and name not in receipt.wholes and len(parts) < len(regions):
+                raise DigestMismatch(f"{engine} rank {receipt.rank} does not tell what it holds of {name}", tensor=name)
+            for number, total in parts.items():
+                told[name][regions[number]].add(total)
+    for name, found in told.items():
+        if any(len(totals) > 1 for totals in found.values()):
+            raise DigestMismatch(f"{engine}: two workers hold the same part of {name} with different bytes", tensor=name)
+        read = {region for reads in plan.reads for region in reads.get(name, ())}
+        whole = name not in plan.wholes and found.keys() == read
+        total = sum(totals.pop() for totals in found.values())
+        if not whole or (seed_of(metas[name]) + total) & MASK != digests[name]:
+            raise DigestMismatch(f"{engine}: the parts of {name} that its workers pulled are not the trainer's", tensor=name)
+
+
+def check_parts(engine: str, tensors: Sequence[TensorMeta], digests: Mapping[str, int], told: Sequence[Mapping[str, int]]) -> None:
+    """Compares what workers summed up before the commit, each of its share of the same bytes, with the trainer's digests.
+
+    Raises `DigestMismatch` naming the first tensor that differs. What a worker left out counts as a difference.
+    """
+    for meta in tensors:
+        if meta.alias_of:
+            continue
+        got = (sum(parts.get(meta.name, 0) for parts in told) - (len(told) - 1) * seed_of(meta)) & MASK
+        if got != (sent := digests[meta.name]):
+            raise DigestMismatch.of(meta.name, got, sent, engine)
+
+
+def check_arrivals(
+    engine: str,
+    tensors: Sequence[TensorMeta],
+    digests: Callable[[], Mapping[str, int]],
+    arrivals: Sequence[Arrival],
+) -> None:
+    """Compares what workers tell of the bytes that have come, in the order of their ranks, with the
+    trainer's digests. Those are not asked for where nothing is told.
+
+    Raises `DigestMismatch` naming the first tensor that differs.
+    """
+    for rank, arrival in enumerate(arrivals):
+        for name, got in arrival.digests.items():
+            if got != (sent := digests()[name]):
+                raise DigestMismatch.of(name, got, sent, f"{engine} rank {rank}")
+    if any(arrival.parts for arrival in arrivals):
+        check_parts(engine, tensors, digests(), [arrival.parts for arrival in arrivals])
