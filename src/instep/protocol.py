@@ -224,7 +224,7 @@ class PrepareRequest(msgspec.Struct, frozen=True):
 
 class Arrival(msgspec.Struct, frozen=True):
     """Answer to prepare and ready. digests: of the tensors whose bytes have arrived, for the trainer to compare with its own. parts: the
-    same where workers see the same bytes, and each has looked at its share. They are to be added up (`plan.routes.check_parts`)."""
+    same where workers see the same bytes, and each has looked at its share. They are to be added up (`plan.sums.check_parts`)."""
 
     done: bool
     digests: dict[str, int] = {}
@@ -259,7 +259,7 @@ class CommitRequest(msgspec.Struct, frozen=True):
 
 class WorkerReceipt(msgspec.Struct, frozen=True):
     """What one worker did in a commit, with seconds by phase. read_back: how many tensors were proved in it, by comparing live storage or
-    by sums taken while they were pulled (see `digest.py`). wholes, parts: these sums, of whole tensors, and of what its routes read of one.
+    by sums taken while they were pulled (see `digest.py`). wholes, parts: these sums (see `plan.sums.Told`).
     theirs: the trainer's own, where they can be read. proved: whether it has seen by itself that it holds the trainer's bytes."""
 
     rank: int
@@ -272,6 +272,7 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     parts: dict[str, dict[int, int]] = {}
     theirs: dict[str, int] = {}
     proved: bool = False
+    unproved: dict[str, str] = {}  # layers that the session loaded and that cannot be read back, and why
 
 
 T = TypeVar("T")

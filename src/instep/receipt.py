@@ -18,6 +18,8 @@ class EngineReceipt:
     direct: layers copied straight into live storage. rebuilt: layers made anew from copied regions by the engine's own hook.
     reload: layers that took the engine's reload session, and why.
     read_back: tensors compared bit for bit in the engine's own storage, in the worker that has least of them.
+    unproved: layers of which that cannot be done, and why: the engine's own loader was given the right
+        bytes, and what it made of them is taken on trust. They are on reload.
     """
 
     engine: str
@@ -27,12 +29,14 @@ class EngineReceipt:
     rebuilt: tuple[str, ...]
     reload: dict[str, str]
     read_back: int
+    unproved: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, engine: str, pause: float, workers: Sequence[WorkerReceipt]) -> EngineReceipt:
         slowest = max(workers, key=lambda worker: worker.seconds["apply"])
         ways = tuple(slowest.direct), tuple(slowest.rebuilt), slowest.reload
-        return cls(engine, pause, slowest.seconds["apply"], *ways, min(worker.read_back for worker in workers))
+        unproved = {layer: why for worker in workers for layer, why in worker.unproved.items()}
+        return cls(engine, pause, slowest.seconds["apply"], *ways, min(worker.read_back for worker in workers), unproved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +83,9 @@ class Receipt:
         ]
         if self.non_finite:
             lines.append(f"  not finite: {', '.join(self.non_finite[:5])}{' ...' * (len(self.non_finite) > 5)}")
+        for engine in self.engines:
+            if engine.unproved:
+                layer, why = next(iter(sorted(engine.unproved.items())))
+                more = f" and {len(engine.unproved) - 1} more" if len(engine.unproved) > 1 else ""
+                lines.append(f"  {engine.engine}: not proved beyond its loader: {layer}{more} ({why})")
         return "\n".join([*lines, *(f"  not reached: {state}" for state in self.failed)])

@@ -123,3 +123,34 @@ def test_a_memory_engine_is_pushed_to_by_many_trainers() -> None:
         push(engine, "broken", attention(4))
     push(engine, "healed", attention(5))
     assert engine.fingerprint() == MemoryEngine(attention(5), tp=2).fingerprint()
+
+
+def test_a_receipt_names_layers_that_cannot_be_read_back() -> None:
+    """The engine's loader got the right bytes; that it made the right thing of them is not claimed."""
+
+    def doubled(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        model.get_parameter(name).copy_(tensor * 2 if name == "a.weight" and not tensor.is_meta else tensor)
+
+    def computed(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        model.get_parameter(name).copy_(tensor * 2 if name == "a.weight" else tensor)
+
+    why = ("a.weight is not stored as the checkpoint has it", "the loader computes its values on the way")
+    for load, reason in zip((doubled, computed), why, strict=True):
+        with WeightSync(weights(1), [ToyEngine(ToyHost(Model(), load))], transport="shm") as sync:
+            for version in ("one", "two"):
+                receipt = sync.push(version)
+                assert receipt.engines[0].unproved == {"a": reason}
+                assert f"not proved beyond its loader: a ({reason})" in str(receipt)
+                assert receipt.engines[0].read_back == 1
+
+
+def test_a_layer_that_was_read_back_once_is_read_back_in_every_push(host: ToyHost) -> None:
+    host.finish = lambda model: setattr(model.a, "packed", model.a.weight.sum(1))
+    source = weights(1)
+    with WeightSync(source, [ToyEngine(host)], transport="shm") as sync:
+        receipt = sync.push("one")
+        assert (receipt.engines[0].reload, receipt.engines[0].unproved) == ({"a": "packed is derived from weights"}, {})
+        assert receipt.engines[0].read_back == 2
+        host.fill = lambda model, name, tensor: model.get_parameter(name).copy_(tensor + 1)
+        with pytest.raises(SyncError, match=r"a\.weight does not hold the bytes of a\.weight after the engine's reload session"):
+            sync.push("two")

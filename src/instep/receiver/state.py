@@ -242,7 +242,7 @@ class Receiver(Serves):
         try:
             with torch.no_grad():
                 applier.apply(arrival)
-                sums, (direct, rebuilt, reload) = self.expected.sums(wanted.digests), applier.layers()  # while a GPU is at it
+                sums, layers = self.expected.sums(wanted.digests), applier.layers()  # while a GPU is at it
                 arrival.settle()
                 applied = time.perf_counter()
                 proof = arrival.prove(applier)
@@ -262,14 +262,13 @@ class Receiver(Serves):
         known = manifest.digests or digests
         self.wrote(Taken(request.session, manifest.version, total(known) if known else None, manifest.merged), proved=proved)
         return WorkerReceipt(
-            rank=self.host.rank,
-            seconds={"arrive": arrived, "apply": applied - started, "read_back": done - applied},
-            direct=direct,
-            rebuilt=rebuilt,
-            reload=reload,
-            read_back=proof.tensors,
+            self.host.rank,
+            {"arrive": arrived, "apply": applied - started, "read_back": done - applied},
+            *layers,
+            proof.tensors,
             **(proof.sums() if told else {}),
             proved=proved,
+            unproved=applier.unproved,
         )
 
     def abort(self, request: Request) -> None:
