@@ -261,15 +261,10 @@ class Receiver(Serves):
         told = not proved or self.host.world_size > 1  # to be added up with other workers'
         known = manifest.digests or digests
         self.wrote(Taken(request.session, manifest.version, total(known) if known else None, manifest.merged), proved=proved)
-        return WorkerReceipt(
-            self.host.rank,
-            {"arrive": arrived, "apply": applied - started, "read_back": done - applied},
-            *layers,
-            proof.tensors,
-            **(proof.sums() if told else {}),
-            proved=proved,
-            unproved=applier.unproved,
-        )
+        seconds = {"arrive": arrived, "apply": applied - started, "read_back": done - applied}
+        sums_told = proof.sums() if told else {}
+        found = WorkerReceipt(self.host.rank, seconds, *layers, proof.tensors, proved=proved, unproved=applier.unproved)
+        return structs.replace(found, **sums_told)
 
     def abort(self, request: Request) -> None:
         """Forgets what this trainer prepared, and ends its lease. Safe to repeat; a dirty worker stays dirty."""
