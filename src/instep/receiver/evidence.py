@@ -94,6 +94,13 @@ class Look:
                     found[module].append(place)
         return found
 
+    def followed(self, before: Look, place: Place) -> bool:
+        """Whether something that is derived from weights is another one after they have changed. An
+        address in a tensor of one number says nothing: memory may be had again."""
+        now = self.found.get(place)
+        address = isinstance(now, Held) and now.dtype is torch.int64 and not now.shape
+        return address or not self.as_it_was(before, place)
+
     def owners(self, place: Place) -> set[str]:
         """The modules from which one gets there."""
         seen, left = {place}, [place]

@@ -30,7 +30,7 @@ def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
     same = {layer for layer in same if _rebuilt(applier, layer, Zeros(tensors))}
     applier.host.refresh()
     of_zeros = applier.look()
-    same = {layer for layer in same if not any(of_zeros.as_it_was(made, place) for place in applier.derived[layer])}
+    same = {layer for layer in same if all(of_zeros.followed(made, place) for place in applier.derived[layer])}
     same = {layer for layer in same if not _equal(before[layer], _computes(applier, layer))}
     same = {layer for layer in same if _rebuilt(applier, layer, tensors)}
     applier.host.refresh()
