@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import instep
 from instep import cli
 from instep.errors import ConfigError, DigestMismatch, EngineLost, EngineState, InstepError, PlanError
 
@@ -58,7 +58,7 @@ def test_a_command_says_which_extra_it_lacks() -> None:
 
 def test_the_version_is_the_packages() -> None:
     result = run("--version")
-    assert (result.returncode, result.stdout) == (0, version("instep") + "\n")
+    assert (result.returncode, result.stdout) == (0, instep.__version__ + "\n")
 
 
 def test_completion_is_installed_where_no_extra_but_the_command_lines_is(tmp_path: Path) -> None:

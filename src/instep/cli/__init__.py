@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import instep
 from instep import extras
 from instep.cli.output import end_by_sigpipe, outputs, reader_left
 from instep.errors import DigestMismatch, InstepError, SyncError
@@ -40,7 +40,7 @@ def app() -> App:
         name="instep",
         help="Keep LLM inference engines in step with a trainer's weights.",
         help_epilogue=EXIT_CODES,
-        version=lambda: version("instep"),
+        version=lambda: instep.__version__,
         default_parameter=Parameter(negative=()),
         result_action="return_value",
     )
