@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +25,13 @@ SETTINGS = {
 }
 ARGUMENTS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 96, "max_num_seqs": 8, "skip_tokenizer_init": True}
 EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
+IMPORTED = [
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    *(f"vllm.model_executor.models.{family}" for family in ("llama", "qwen3", "qwen3_moe")),
+]
+"""What an engine's processes need. To import it takes them longer than all else that they do to start."""
 
 Generated = list[tuple[list[int], list[float]]]
 AMX = torch.cpu._is_amx_tile_supported()
@@ -38,14 +48,34 @@ def start(folder: Path, **arguments: Any) -> Any:
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """What engines that start within it inherit; other tests of this process do not see it."""
+    """What engines that start within it inherit; other tests of this process do not see it. Their
+    processes are forked."""
     before = dict(os.environ)
     os.environ.update(SETTINGS)
     try:
-        yield
+        with forked():
+            yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """The processes of engines that start within it are forked from a process that has imported
+    vLLM, once for all of them. vLLM's CPU platform would have each import it anew.
+
+    The processes have the environment of the first engine, and the files that this process has
+    open are not theirs: what one end closes is closed.
+    """
+    from vllm.v1.engine import utils
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    method = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # an engine's workers from the engine, as on a GPU
+    with patch.dict(os.environ, method), patch.object(utils, "get_mp_context", lambda: context):
+        forkserver.ensure_running()
+        yield
 
 
 def greedy(llm: Any, prompts: list[list[int]], max_tokens: int = 12, lora: Any = None) -> Generated:

@@ -116,22 +116,3 @@ def fail_to_load(adapter: Any) -> None:
         raise RuntimeError("told to fail while vLLM loads it")
 
     adapter.read_folder = fail
-
-
-class PlainExtension(FaultyExtension):
-    """vLLM's CPU build packs linear weights when they are loaded. With this it keeps them plain, as on a GPU."""
-
-    def addresses(self) -> dict[str, int]:
-        return {name: param.data_ptr() for name, param in self.model_runner.get_model().named_parameters()}  # type: ignore[attr-defined]
-
-
-def keep_plain(_: Any, layer: torch.nn.Module) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
-
-
-if "vllm" in __import__("sys").modules and os.environ.get("INSTEP_TEST_PLAIN"):
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    UnquantizedLinearMethod.process_weights_after_loading = keep_plain
-    UnquantizedEmbeddingMethod.process_weights_after_loading = keep_plain

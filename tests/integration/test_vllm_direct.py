@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,7 @@ from instep import WeightSync
 
 @pytest.fixture(scope="module")
 def llm(engine: Callable[..., Any], checkpoints: Callable[[str, int], Path]) -> Any:
-    os.environ["INSTEP_TEST_PLAIN"] = "1"
-    try:
-        return engine(checkpoints("qwen3", 1), worker_extension_cls="faulty.PlainExtension")
-    finally:
-        del os.environ["INSTEP_TEST_PLAIN"]
+    return engine(checkpoints("qwen3", 1), worker_extension_cls="plain_layers.PlainExtension")
 
 
 def alike(found: Generated, wanted: Generated) -> bool:
