@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,57 @@ from instep.transport.shm import ShmTransport
 # A busy machine makes single examples slow; that is no finding.
 settings.register_profile("instep", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("instep")
+
+LONG_FIRST = ("integration", "sharded", "contract", "demo", "gpu", "unit")
+"""Folders as two processes of pytest take them (`-n 2`): short files last, so that both end together."""
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        here = Path(__file__).parent
+        items.sort(key=lambda item: LONG_FIRST.index(item.path.relative_to(here).parts[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file runs in one process, as its tests share what its fixtures start; the sharded files
+    share the ranks of their trainers."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/sharded" if file.startswith("tests/sharded/") else file
+
+    config.option.loadscopereorder = False  # the order is that of LONG_FIRST
+    return ByFile(config, log)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.config.stash[LEFT_OUT] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All processes have collected the same."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash[LEFT_OUT]:
+        terminalreporter.write_line(f"{count} exhaustive tests were left out: `make test-all` runs them too")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,9 +20,9 @@ Seen = list[dict[str, Any]]
 """What each rank reports of one case; None for one that did not live to tell."""
 
 
-def played(size: int, case: str) -> Any:
+def played(size: int, case: str, *marks: Any) -> Any:
     """A parameter of a test that looks at one case."""
-    return pytest.param(case, marks=pytest.mark.ranks(size, case), id=f"{size}-{case}")
+    return pytest.param(case, marks=[pytest.mark.ranks(size, case), *marks], id=f"{size}-{case}")
 
 
 def possible(case: str) -> bool:

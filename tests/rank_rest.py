@@ -25,7 +25,7 @@ from instep.transport import broadcast
 RANK = int(os.environ["RANK"])
 
 
-def thousand(dtype: str) -> dict[str, Any]:
+def many(count: str, dtype: str) -> dict[str, Any]:
     """Pushes of a LoRA model that is not trained in between."""
     MODELS["small"] = lambda: lora(LlamaForCausalLM(LlamaConfig(**{**TEXT, "num_hidden_layers": 1})), target_modules=["q_proj"])
     model = plain("small", dtype=getattr(torch, dtype))
@@ -33,7 +33,7 @@ def thousand(dtype: str) -> dict[str, Any]:
     engine = MemoryEngine(saved(plain("small", 1, getattr(torch, dtype)))) if RANK == 0 else None
     sync = opened(trainer.module, engine, "shm")
     before = {name: param._local_tensor.clone() for name, param in trainer.module.named_parameters()}
-    digests = {sync.push(f"v{number}").digest for number in range(1000)}
+    digests = {sync.push(f"v{number}").digest for number in range(int(count))}
     after = {name: param._local_tensor for name, param in trainer.module.named_parameters()}
     sync.close()
     return {"digests": len(digests), "same": all(torch.equal(before[name], after[name]) for name in before)}
@@ -180,7 +180,7 @@ def refusals() -> dict[str, Any]:
 
 
 REST: dict[str, Callable[..., dict[str, Any]]] = {
-    "thousand": thousand,
+    "many": many,
     "nothing-is-gathered": nothing_is_gathered,
     "room-for-buckets": room_for_buckets,
     "cast": cast,

@@ -2,6 +2,9 @@
 
 Each case pushes through shared memory, over CUDA IPC with memory of the ranks' processes in the place of their cards', and by Gloo in
 buckets of one tensor, of seven, and gathered whole; before the first forward, between backward and step, and after the step.
+
+`make test` plays each way to shard with one model, each kind of model with several ways, and each
+size of a group; `make test-all` plays all.
 """
 
 from __future__ import annotations
@@ -24,7 +27,20 @@ ON_THREE = [*(f"push/{wrap}/qwen3" for wrap in ("fsdp1", "fsdp2", "zero3")), "pu
 ON_FOUR = [*(f"push/{wrap}/llama" for wrap in ("fsdp2-hybrid", "fsdp2-tp", "fsdp1", "tp")), "push/fsdp2/moe"]
 
 
-@pytest.mark.parametrize("case", [played(size, case) for size, cases in ((2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)) for case in cases])
+IN_SHORT = {
+    (2, f"push/{case}")
+    for case in (
+        "plain/qwen3", "ddp/moe", "fsdp1/llama", "fsdp2/qwen3", "fsdp2-ignored/llama", "fsdp2-compiled/qwen3",
+        "fsdp2-checkpointed/moe", "zero0/llama", "zero1/qwen3", "zero2/moe", "zero3/llama",
+        "ddp/lora", "zero1/lora", "fsdp2/lora-experts", "zero3/lora-tied", "fsdp1-orig/lora",
+        "fsdp1-whole/llama", "fsdp1-grad/llama", "fsdp2-unsharded/llama", "fsdp2-columns/moe", "tp/llama",
+    )
+} | {(3, "push/zero3/qwen3"), (3, "push/fsdp2/lora"), (4, "push/fsdp2-hybrid/llama"), (4, "push/fsdp2-tp/llama")}  # fmt: skip
+ALL = [(size, case) for size, cases in ((2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)) for case in cases]
+assert set(ALL) > IN_SHORT
+
+
+@pytest.mark.parametrize("case", [played(*one, *(() if one in IN_SHORT else [pytest.mark.exhaustive])) for one in ALL])
 def test_the_engine_has_what_the_gathered_model_has(case: str, found: Seen) -> None:
     for seen in found:
         assert seen["same"] == dict.fromkeys(seen["same"], True)

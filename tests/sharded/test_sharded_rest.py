@@ -6,6 +6,7 @@ import pytest
 from rank_groups import Seen, played
 
 WRAPS = ("fsdp2", "fsdp1", "zero3", "tp")
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("case", [played(2, f"nothing-is-gathered/{wrap}") for wrap in WRAPS])
@@ -17,7 +18,7 @@ def test_shared_memory_takes_every_byte_from_one_rank_and_gathers_nothing(case: 
         assert max(one["given"] for one in found) < 0.6 * found[0]["nbytes"]
 
 
-@pytest.mark.parametrize("case", [played(2, f"room-for-buckets/{dim}") for dim in ("rows", "columns")])
+@pytest.mark.parametrize("case", [played(2, "room-for-buckets/rows"), played(2, "room-for-buckets/columns", EXHAUSTIVE)])
 def test_a_gathering_broadcast_takes_two_buckets_of_rank_0_and_less_than_one_of_others(case: str, found: Seen) -> None:
     """A third bucket would be seen: what else a push takes is a few megabytes at most."""
     leads, follows = found
@@ -62,6 +63,8 @@ def test_what_several_ranks_cannot_have_is_refused(found: Seen) -> None:
     assert all("weight has placement P" in one["partial"] for one in (leads, follows))
 
 
-@pytest.mark.parametrize("case", [played(2, "thousand/bfloat16"), played(2, "thousand/float32")])
-def test_case_79_a_thousand_pushes_of_an_adapter_change_no_bit(case: str, found: Seen) -> None:
+@pytest.mark.parametrize(
+    "case", [played(2, "many/100/bfloat16"), *(played(2, f"many/1000/{dtype}", EXHAUSTIVE) for dtype in ("bfloat16", "float32"))]
+)
+def test_case_79_many_pushes_of_an_adapter_change_no_bit(case: str, found: Seen) -> None:
     assert all(one == {"digests": 1, "same": True} for one in found)
