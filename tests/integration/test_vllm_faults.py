@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import greedy, versions
+from interrupts import Interrupts
 from models import PROMPTS, tiny
 
 from instep import MemoryEngine, WeightSync
+from instep.engine.vllm import VllmEngine
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineTimeout, InstepError, PlanError, SyncError, VersionConflict
 from instep.telemetry import Event
 
@@ -206,3 +211,28 @@ def test_weights_that_vllm_reloads_itself_lose_the_label_until_the_next_push(
     sync.push("ours-again")
     assert serves(llm, reference, 3)
     assert sync.status()[0].changed is None
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_push_that_is_cancelled_leaves_a_vllm_that_generates(llm: Any, reference: Callable[..., Any], at_once: bool) -> None:
+    """... whatever it waited for: all of one version, under its label, and the next push works."""
+    engine, ended = VllmEngine(llm), set()
+    engine.at_once = at_once
+    source = dict(tiny("llama", 2).state_dict())
+    with WeightSync(source, [engine], timeout=30) as sync:
+        for at in itertools.count(1, 3):
+            old, new = f"old-{at_once}-{at}", f"new-{at_once}-{at}"
+            source.update(tiny("llama", 2).state_dict())
+            sync.push(old)
+            source.update(tiny("llama", 3).state_dict())
+            interrupts = Interrupts(at, "cancel")
+            with suppress(asyncio.CancelledError):
+                interrupts.run(lambda: sync.apush(new))  # noqa: B023
+            (state,) = sync.status()
+            assert state.version in (old, new)
+            assert serves(llm, reference, 3 if state.version == new else 2)
+            assert versions(llm, PROMPTS[0]) == [(state.version, 0, 3)]
+            ended.add(state.version == new)
+            if not interrupts.done:
+                break
+    assert ended == {False, True}
