@@ -34,7 +34,7 @@ def started() -> Iterator[list[Process]]:
 @pytest.fixture
 def servers(started: list[Process]) -> list[Process]:
     """Both serve seed 1, under a version that no test pushes."""
-    with WeightSync(attention(1), [HttpEngine(server.url, TOKEN) for server in started], timeout=30) as sync:
+    with WeightSync(attention(1), [HttpEngine(server.url, TOKEN) for server in started], timeout=60) as sync:
         sync.push(f"before-{time.monotonic_ns()}")
     return started
 
@@ -75,10 +75,10 @@ def test_a_trainer_that_ends_while_it_waits_for_another_engine_keeps_nobody_away
     waits, hangs = servers
     hangs.inject("prepare", "hang")
     trainer = begun(tmp_path, servers, seconds)
-    waits.until(lambda: prepared(waits) == ["doomed"], 60)
+    waits.until(lambda: prepared(waits) == ["doomed"], 120)
     trainer.send_signal(number)
-    trainer.communicate(timeout=60)
-    waits.until(lambda: prepared(waits) == [None], 2.5 * seconds if number == signal.SIGKILL else 15)
+    trainer.communicate(timeout=120)
+    waits.until(lambda: prepared(waits) == [None], 2.5 * seconds if number == signal.SIGKILL else 30)
     assert whole(waits).startswith("before-")
     take_over([waits])
 
@@ -93,16 +93,16 @@ def test_an_interrupted_push_says_what_each_engine_serves(
     hangs, other = servers
     hangs.inject(point, "hang")
     trainer = begun(tmp_path, servers, 5)
-    other.until(lambda: not hangs.faults(), 60)
+    other.until(lambda: not hangs.faults(), 120)
     time.sleep(0.3)
     trainer.send_signal(number)
-    out, err = trainer.communicate(timeout=60)
+    out, err = trainer.communicate(timeout=120)
     assert (trainer.returncode, out) == (130, ""), err
     lines = err.partition("interrupted; what each engine serves now:\n")[2].splitlines()
     assert [line.split()[0] for line in lines] == [f"127.0.0.1:{server.port}:" for server in servers], err
     assert "Traceback" not in err
     for server in servers:
-        server.until(lambda server=server: server.health() == 200 and not server.status()["paused"], 15)
+        server.until(lambda server=server: server.health() == 200 and not server.status()["paused"], 30)
     versions = [whole(server) for server in servers]
     for line, version in zip(lines, versions, strict=True):
         assert line.endswith((f" serves {version}", f" is paused, and holds {version}", " does not answer"))
