@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from instep.dropin.extension import RoundsExtension, Status, answer
 from instep.dropin.handles import SEGMENT, device_id, mine, rebuild_ipc, share
 from instep.dropin.rounds import Rounds
 from instep.dropin.together import as_instep
-from instep.errors import PlanError, TransportError, by_name
+from instep.errors import PlanError, SourceError, TransportError, by_name
 from instep.extras import needed_by
 from instep.protocol import Fault, TensorMeta, WorkerReceipt, decode, encode
-from instep.source import device_of, open_source
+from instep.source import again, device_of, open_source
+from instep.transport import Placed
+from instep.transport.again import second
 from instep.transport.shm import Segment
 
 ALIGN = 256  # so that any dtype can be viewed where a tensor begins
@@ -99,8 +101,8 @@ class ColocateSender:
     def update_weights(self, version: str | None = None) -> str:
         """Sends the source's weights of this moment. The version's label, when the engine serves it.
 
-        Raises what the worker says went wrong, and `TransportError` where it does not answer in time. The engine serves what it served
-        then, unless the error says that it is dirty.
+        Raises what the worker says went wrong, `TransportError` where it does not answer in time, and `SourceError` where the weights
+        changed meanwhile. The engine serves what it served then, unless the error says that it is dirty.
         """
         if self._open is None:
             raise TransportError(
@@ -109,8 +111,11 @@ class ColocateSender:
         try:
             with torch.no_grad(), self._buffer() as (buffer, handle):
                 self._ask(Buffer(handle))
+                sent: dict[str, int] = {}
                 for bucket in self._buckets(buffer):
                     self._ask(Bucket(bucket))
+                    sent |= {one.meta.name: one.digest for one in bucket}
+                self._read_again(sent)
             label = self._ask(End(version)).version
         finally:
             self.close()
@@ -150,6 +155,12 @@ class ColocateSender:
             yield torch.from_numpy(segment.view[:size]), (SEGMENT, [segment.name, size])
         finally:
             segment.close()
+
+    def _read_again(self, sent: Mapping[str, int]) -> None:
+        """sent: digests. Before the worker is told to take what it has."""
+        for meta, value in second(self.source.metadata(), Placed(self.source.tensors, lambda: again(self.source))):
+            if sum_of(value.contiguous(), meta) != sent[meta.name]:
+                raise SourceError.changed(meta.name)
 
     def _buckets(self, buffer: torch.Tensor) -> Iterator[list[FlattenedTensorMetadata]]:
         """Fills the buffer in the source's order, as often as needed; it must be free again when the next bucket is asked for."""
