@@ -35,7 +35,15 @@ IMPORTED = [
 
 Generated = list[tuple[list[int], list[float]]]
 AMX = torch.cpu._is_amx_tile_supported()
-"""Where a processor has it, vLLM packs linear layers for it and keeps no plain weights of them."""
+"""Where a processor has it, vLLM computes with kernels that round in another way."""
+
+
+def keeps_plain_weights() -> bool:
+    """Tell whether vLLM's linear layers still have their weights after it has loaded them. It drops
+    them where it packs them for AMX or for oneDNN."""
+    from vllm import _custom_ops
+
+    return not (AMX or _custom_ops._supports_onednn)
 
 
 def start(folder: Path, **arguments: Any) -> Any:
