@@ -45,6 +45,17 @@ def twin(name: str, metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch
     return None
 
 
+def ties(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Tensors that have the dtype, shape and bytes of an earlier one of the round, with that one's name."""
+    found, before = {}, dict[str, TensorMeta]()
+    for name, meta in metas.items():
+        if other := twin(name, {**before, name: meta}, tensors):
+            found[name] = other
+        else:
+            before[name] = meta
+    return found
+
+
 def known(meta: TensorMeta, tensor: torch.Tensor, earlier: Known) -> bool:
     """Whether these are the bytes of one of the earlier tensors of this dtype and shape."""
     return any((other.dtype, other.shape) == (meta.dtype, meta.shape) and digest(tensor, other) == had for other, had in earlier.values())

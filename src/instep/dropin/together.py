@@ -20,7 +20,7 @@ import torch
 from msgspec import structs
 
 from instep.dropin.communicator import sum_of
-from instep.dropin.complete import Known, lacking, listed, twin, unread
+from instep.dropin.complete import Known, lacking, listed, ties, twin, unread
 from instep.dropin.peers import Peers
 from instep.errors import ApplyError, InstepError, PlanError, by_name
 from instep.plan.routes import Plan, check_metadata, prove, signature
@@ -41,6 +41,7 @@ from instep.protocol import (
     raw,
 )
 from instep.receiver.state import Receiver
+from instep.receiver.ties import UNTIE
 from instep.receiver.trace import trace
 from instep.transport import Me, Reader
 
@@ -172,15 +173,31 @@ class Together:
         mine = self.plan.signature if self.plan and self.receiver.signature == self.plan.signature else ""
         if any(theirs.decode() != wanted for theirs in self.peers.exchange(f"{self.stage.number} signature", mine.encode())):
             self.plan = None
-            plans = self.exchange(self.stage, "plan", self._trace(metas))
-            self.aliases = {name: other for name in unread(self.stage.metas, plans) if (other := self._twin(name))}
-            if self.aliases:
+            metas, traced = self._traced(metas)
+            plans = self.exchange(self.stage, "plan", traced)
+            new = {name: other for name in unread(self.stage.metas, plans) if name not in self.aliases and (other := self._twin(name))}
+            if new:
+                self.aliases |= new
                 metas = self._listed()
                 plans = self.exchange(self.stage, "tied", self._trace(metas))
             self.plan = self._proved(metas, plans)
         assert self.plan is not None
         casts = self.plan.casts
         return [structs.replace(meta, dtype=casts.get(meta.alias_of or meta.name, meta.dtype)) for meta in metas]
+
+    def _traced(self, metas: list[TensorMeta]) -> tuple[list[TensorMeta], WorkerPlan]:
+        """What the loader would do, and the metadata for which it would. An engine that ties what came
+        under two names takes both where their bytes are the same: nobody declares ties here."""
+        try:
+            return metas, self._trace(metas)
+        except PlanError as error:
+            if error.next_step != UNTIE:
+                raise
+            self.aliases = ties(self.stage.metas, self.stage.tensors)
+            if not self.aliases:
+                raise
+            metas = self._listed()
+            return metas, self._trace(metas)
 
     def _listed(self) -> list[TensorMeta]:
         """What came, with the ties that were found out, as far as they still hold."""
