@@ -119,7 +119,10 @@ class Together:
 
     def look(self, stage: Stage) -> WorkerPlan:
         """What the loader would do with the tensors that have come. The receiver's plan stays."""
-        return trace(self.receiver.host, list(stage.metas.values()))
+        try:
+            return trace(self.receiver.host, list(stage.metas.values()))
+        except PlanError as error:
+            return trace(self.receiver.host, tied(stage, error))
 
     def exchange(self, stage: Stage, topic: str, plan: WorkerPlan) -> list[WorkerPlan]:
         bodies = self.peers.exchange(f"{stage.number} {topic} {len(stage.metas)}", encode(plan))
@@ -191,18 +194,14 @@ class Together:
         try:
             return metas, self._trace(metas)
         except PlanError as error:
-            if error.next_step != UNTIE:
-                raise
-            self.aliases = ties(self.stage.metas, self.stage.tensors)
-            if not self.aliases:
-                raise
+            self.aliases = {meta.name: meta.alias_of for meta in tied(self.stage, error) if meta.alias_of}
             metas = self._listed()
             return metas, self._trace(metas)
 
     def _listed(self) -> list[TensorMeta]:
         """What came, with the ties that were found out, as far as they still hold."""
-        ties = {name: other for name, other in self.aliases.items() if name in self.stage.metas and self._twin(name) == other}
-        return [structs.replace(meta, alias_of=ties.get(meta.name)) for meta in self.stage.metas.values()]
+        held = {name: other for name, other in self.aliases.items() if name in self.stage.metas and self._twin(name) == other}
+        return [structs.replace(meta, alias_of=held.get(meta.name)) for meta in self.stage.metas.values()]
 
     def _twin(self, name: str) -> str | None:
         return twin(name, self.stage.metas, self.stage.tensors)
@@ -222,8 +221,16 @@ class Together:
         self.seq += 1
         reply = decode(self.receiver.handle(method, encode(Request(self.seq, STAGED, raw(body)))), Reply)
         if reply.fault is not None:
-            raise by_name(reply.fault.kind)(reply.fault.message, tensor=reply.fault.tensor)
+            raise by_name(reply.fault.kind)(reply.fault.message, tensor=reply.fault.tensor, next_step=reply.fault.next_step)
         return decode(reply.body, kind)
+
+
+def tied(stage: Stage, error: PlanError) -> list[TensorMeta]:
+    """What came, tensors of the same bytes as ties. Raises `error` where it is not about ties, or where no two have the same bytes."""
+    found = ties(stage.metas, stage.tensors) if error.next_step == UNTIE else {}
+    if not found:
+        raise error
+    return [structs.replace(meta, alias_of=found.get(meta.name)) for meta in stage.metas.values()]
 
 
 def as_instep(error: Exception) -> InstepError:
