@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from toys import ToyHost
 from instep.receiver.state import Receiver
 from instep.transport import shm
 from instep.transport.shm import ShmTransport
+
+# Ray ends actors where other processes of the machine fill its memory, as two test processes may.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 # A busy machine makes single examples slow; that is no finding.
 settings.register_profile("instep", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
