@@ -4,8 +4,9 @@ The version is one run of bytes (`plan.buckets.layout`), sent in buckets. Two of
 packed, and the one before is looked through. Nobody holds more than two, except where a version is staged:
 
 Gloo sends in `prepare`, into memory of each worker's own, while engines go on generating: a peer that dies leaves every engine with what
-it served. NCCL sends in `commit`, between two engine steps, straight into live parameters: a GPU has no room for a second model, and
-its collectives must not run beside the engine's own. The sums of all tensors follow the last bucket."""
+it served. NCCL sends in `commit`, between two engine steps, straight into live parameters: there is no room for a second model on a
+GPU, and its collectives must not run beside the engine's own. The sums of all tensors follow the last bucket.
+"""
 
 from __future__ import annotations
 
@@ -123,9 +124,10 @@ class BroadcastTransport:
     async def unless(self, step: Awaitable[T]) -> T:
         try:
             return await step
+        except ApplyError:  # it has taken what was still to come: others that are not as far get theirs
+            raise
         except InstepError as error:
-            if not isinstance(error, ApplyError):  # one whose loader failed has taken all that was to come
-                self._give_up(str(error.args[0]))
+            self._give_up(str(error.args[0]))
             raise
 
     @property
