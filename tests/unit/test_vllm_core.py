@@ -21,7 +21,7 @@ def replied(state: Any, **told: Any) -> Reply:
 
 
 PROVED, UNPROVED = replied("serving", proved=True), replied("unproved")
-HALVES = [replied("unproved", parts={"w": part}, theirs={"w": 7}) for part in (3, 4)]
+HALVES = [replied("unproved", parts={"w": {number: part}}, theirs={"w": 7}) for number, part in enumerate((3, 4))]
 ACCEPTED = Reply(1, 0, "serving", "v")
 FAILED = Reply(1, 1, "dirty", "u", Fault("ApplyError", "the loader failed"))
 
