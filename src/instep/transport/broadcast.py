@@ -124,8 +124,6 @@ class BroadcastTransport:
     async def unless(self, step: Awaitable[T]) -> T:
         try:
             return await step
-        except ApplyError:  # it has taken what was still to come: others that are not as far get theirs
-            raise
         except InstepError as error:
             self._give_up(str(error.args[0]))
             raise
