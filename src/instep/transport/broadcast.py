@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from instep.digest_cuda import warm_up
-from instep.errors import ApplyError, DigestMismatch, InstepError, SourceError, TransportError
+from instep.errors import DigestMismatch, InstepError, SourceError, TransportError
 from instep.plan.buckets import buckets, layout, padded
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Sending, elsewhere, uuid_of
