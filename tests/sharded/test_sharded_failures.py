@@ -32,7 +32,6 @@ def test_a_rank_that_cannot_read_its_source_is_told_on_every_rank(case: str, fou
     healed(found)
 
 
-@pytest.mark.xfail(reason="known fault: the other ranks wait out their deadline, cause not found yet")
 @pytest.mark.parametrize(
     "case", [played(size, f"engine-fails-midway/{model}") for size, model in ((2, "llama"), (3, "llama"), (2, "lora"))]
 )
@@ -46,7 +45,6 @@ def test_an_engine_that_fails_in_the_middle_of_a_broadcast_ends_what_ranks_are_g
     assert found[0]["same"]
 
 
-@pytest.mark.xfail(reason="known fault: the other ranks wait out their deadline, cause not found yet")
 @pytest.mark.ranks(2, "engine-fails-while-a-rank-is-slow")
 def test_rank_0_hears_that_the_engine_has_failed_while_it_waits_for_another_rank(found: Seen) -> None:
     assert all("the engine's memory is full" in one["error"] for one in found)
