@@ -84,6 +84,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
     reload_only: layers whose writes cannot be expressed as copies, with the reason. They always use the
     reload session. opaque: the parameters that are written so. computed: what was read for that, by tensor.
+    feeds: the layers that it was read for, by tensor.
     """
 
     params: list[ParamMeta]
@@ -91,6 +92,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     reload_only: dict[str, str]
     opaque: list[str] = []
     computed: dict[str, list[Region]] = {}
+    feeds: dict[str, list[str]] = {}
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

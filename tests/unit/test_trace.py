@@ -248,6 +248,7 @@ def test_what_a_parameter_is_computed_from_is_known(loader: Loader, shape: tuple
     plan = trace(host_of(loader, *shape), described({"w": X}))
     assert plan.opaque == ["layer.weight"]
     assert covered(plan.computed["w"], X.shape) == elements
+    assert plan.feeds == {"w": ["layer"]}
 
 
 def test_a_scalar_tensor_that_a_loader_fills_with_is_no_constant() -> None:

@@ -119,6 +119,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.routes: list[Route] = []
         self.opaque: dict[str, str] = {}
         self.computed: dict[str, set[Region]] = defaultdict(set)
+        self.feeds: dict[str, set[str]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -180,6 +181,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.opaque[target] = why
         for name, region in origins:
             self.computed[name].add(region)
+            self.feeds[name].add(layer_of(target))
 
     _scalar: Origin | None = None
     _scalar_of: set[Origin] = set()  # noqa: RUF012
@@ -219,7 +221,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             params.append(ParamMeta(name, layer_of(name), dtype_name(buffer.dtype), tuple(buffer.shape), spare, why, buffer=True))
         reload_only = {layer_of(name): reason for name, reason in self.opaque.items()}
         computed = {name: sorted(regions, key=Region.__repr__) for name, regions in self.computed.items()}
-        return WorkerPlan(params, self.routes, reload_only, sorted(self.opaque), computed)
+        feeds = {name: sorted(layers) for name, layers in self.feeds.items()}
+        return WorkerPlan(params, self.routes, reload_only, sorted(self.opaque), computed, feeds)
 
 
 def _has_place(host: Host, name: str, buffer: torch.Tensor) -> bool:
