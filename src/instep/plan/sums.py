@@ -28,16 +28,24 @@ def add_up(told: Sequence[Told], theirs: Mapping[str, int]) -> bool:
     Sums are keyed by position: workers that hold the same region tell the same, and it counts once. A sum
     of zero would count for nothing, so it proves nothing.
     """
-    if not theirs:
-        return False
-    for name, total in theirs.items():
-        wholes = {one.wholes[name] for one in told if name in one.wholes}
-        parts = {value for one in told for value in one.parts.get(name, {}).values()}
-        if not wholes | parts or not wholes <= {total}:
-            return False
-        if parts and (sum(parts) & MASK != total or (len(parts) > 1 and 0 in parts)):
-            return False
-    return True
+    wholes, parts = [one.wholes for one in told], [one.parts for one in told]
+    return bool(theirs) and all(_adds_up(name, total, wholes, parts) for name, total in theirs.items())
+
+
+def _adds_up(name: str, total: int, wholes: Sequence[Mapping[str, int]], parts: Sequence[Mapping[str, Mapping[int, int]]]) -> bool:
+    held = False
+    for tensors in wholes:
+        if name in tensors:
+            held = True
+            if tensors[name] != total:
+                return False
+    values: set[int] = set()
+    for regions in parts:
+        if name in regions:
+            values.update(regions[name].values())
+    if not values:
+        return held
+    return sum(values) & MASK == total and (len(values) == 1 or 0 not in values)
 
 
 def check_sums(

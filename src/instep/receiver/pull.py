@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -79,6 +80,8 @@ class Puller:
         self.copies = copies
         self.moves = moves(copies, metas, reader.places, wholes)
         self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
+        self.reads: tuple[Copies | None, Any] | None = None
+        """What is summed up beside them, worked out for copies of other layers."""
 
     def launch(self, metas: Mapping[str, TensorMeta], reader: IpcReader) -> None:
         """The copies are on their way."""
