@@ -96,6 +96,13 @@ def cast() -> dict[str, Any]:
         wanted = MemoryEngine(saved(trainer.gathered().to(torch.bfloat16)))
         found[f"same {way}"] = engine is None or engine.fingerprint() == wanted.fingerprint()
         sync.close()
+    narrow = WRAPS["fsdp2"](plain("llama"), plain("llama"))
+    for way in ("shm", "ipc", "seven", "http"):
+        engine = MemoryEngine(saved(plain("llama", seed=1, dtype=torch.float32))) if RANK == 0 else None
+        with opened(narrow.module, engine, way) as sync:
+            found[f"widened {way}"] = sync.push("v0").nbytes
+        wanted = MemoryEngine(saved(narrow.gathered().float()))
+        found[f"very {way}"] = engine is None or engine.fingerprint() == wanted.fingerprint()
     found["numel"] = sum(param.numel() for param in plain("llama").parameters())
     return found
 

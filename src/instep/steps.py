@@ -11,7 +11,8 @@ import torch
 from instep.digest import total
 from instep.engine.at_once import AtOnce
 from instep.engine.member import Member
-from instep.errors import CanaryError, InstepError, PlanError, SourceError, SyncError, TransportError, VersionConflict
+from instep.errors import CanaryError, InstepError, SourceError, SyncError, TransportError, VersionConflict
+from instep.plan.dtypes import common
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import CommitRequest, Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
@@ -79,8 +80,11 @@ class Push(Account):
         session.fleet.check_apart()
         return self._remaining(members)
 
-    async def plan(self, members: Sequence[Member], tensors: list[TensorMeta]) -> list[TensorMeta]:
-        """Proves for each engine that the tensors fill it, the first time that it sees their list. Returns them with the dtypes to send."""
+    async def plan(self, members: Sequence[Member], tensors: list[TensorMeta], *, sent: bool = False) -> list[TensorMeta]:
+        """Proves for each engine that the tensors fill it, the first time that it sees their list. Returns them with the dtypes to send.
+
+        sent: whether they have those of a version that was sent already.
+        """
         with self.phase("plan"):
             session = self.session
             wanted = session.signature if tensors is session.described else signature(tensors)
@@ -88,11 +92,8 @@ class Push(Account):
             new = [member for member in members if not member.planned(wanted)]
             await session.fleet.each(new, lambda member: member.trace(tensors, wanted, cast=cast, whole=whole))
         self._remaining(members)
-        casts: dict[str, str] = {}
-        for member in members:
-            for name, dtype in member.plan.casts.items() if member.plan else ():
-                if casts.setdefault(name, dtype) != dtype:
-                    raise PlanError(f"engines store {name} in different dtypes, {casts[name]} and {dtype}: give them a WeightSync each")
+        engines = [member.plan.casts for member in members if member.plan]
+        casts = common([{}, *engines] if sent else engines, tensors)
         if not casts:
             return tensors
         return [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]

@@ -132,7 +132,7 @@ class WeightSync:
                 behind = [member for member in await push.connect() if member.behind(manifest.version)]
                 if not behind:
                     return await push.receipt({}, manifest)
-                await push.plan(behind, manifest.tensors)
+                await push.plan(behind, manifest.tensors, sent=True)
                 if manifest.location.live:
                     push.must = self._session.digests
                     manifest = push.publish(behind, manifest.tensors, None)

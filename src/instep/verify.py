@@ -151,19 +151,22 @@ def _compared(batch: Batch, held: Sequence[Held], found: Verified) -> Iterator[T
 
 def _difference(meta: TensorMeta, value: torch.Tensor, parts: Sequence[Part]) -> tuple[str | None, bool]:
     """What is wrong with the workers' parts of a tensor, if anything, and whether that is certain whatever they could not read."""
-    sums: dict[frozenset[Region], set[tuple[str, int]]] = defaultdict(set)
+    dtypes = {part.dtype: [other for other in parts if other.dtype == part.dtype] for part in parts}
+    if len(dtypes) > 1:  # each is compared with the value in its own
+        found = [_difference(meta, value, some) for some in dtypes.values()]
+        return max(found, key=lambda one: (one[0] is not None, one[1]))
+    sums: dict[frozenset[Region], set[int]] = defaultdict(set)
     for part in parts:
-        sums[frozenset(part.regions)].add((part.dtype, part.total))
+        sums[frozenset(part.regions)].add(part.total)
     if any(len(told) > 1 for told in sums.values()):
         return "two workers or layers hold it with different bytes", True
     regions = [region for part in sums for region in part]
     if (got := covered(regions, meta.shape)) < meta.numel:
         return f"only {got} of its {meta.numel} elements were found", False
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) > 1 or not apart(regions, meta.shape):
+    if not apart(regions, meta.shape):
         return "its parts overlap: they cannot be put together", False
-    stored = TensorMeta(meta.name, dtypes.pop(), meta.shape)
-    total = (seed_of(stored) + sum(total for ((_, total),) in sums.values())) & MASK
+    stored = TensorMeta(meta.name, next(iter(dtypes)), meta.shape)
+    total = (seed_of(stored) + sum(total for (total,) in sums.values())) & MASK
     wanted = digest(value.to(getattr(torch, stored.dtype)), stored)
     if total == wanted:
         return None, True

@@ -37,5 +37,5 @@ def test_the_rows_of_a_mixture_of_experts_say_which_layers_reload_and_why(tmp_pa
     assert (attention["way"], attention["routes"], attention["params"]) == ("rebuilt", 3, ["weight bfloat16[256, 64]"])
     assert rows["model.norm"]["way"] == "direct"
     assert sum(len(row["layers"]) * row["nbytes"] for row in rows.values()) == found["nbytes"]
-    assert (found["transport"], found["casts"]) == ("shm", {})
+    assert (found["transport"], found["casts"], found["widened"]) == ("shm", {}, {})
     assert found["second"]["seconds"]["total"] > found["second"]["pause"] > 0

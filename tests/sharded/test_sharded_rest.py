@@ -34,6 +34,8 @@ def test_cases_70_and_71_a_trainer_in_float32_sends_what_the_engine_stores(found
             assert one[f"refused {way}"] == "PlanError"
             assert one[f"nbytes {way}"] == 2 * one["numel"]
             assert one[f"same {way}"]
+            assert one[f"widened {way}"] == 4 * one["numel"]
+            assert one[f"very {way}"]
 
 
 @pytest.mark.ranks(2, "adapter-changes")

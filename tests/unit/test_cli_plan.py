@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import save_file
 from toys import checkpoint
@@ -115,6 +116,18 @@ def test_casts_are_told_and_the_table_has_shapes_in_brackets(folder: Path) -> No
         f"expected here: {time(report.second.seconds['total'])} a push, generation paused for {time(report.second.pause)}" in captured.get()
     )
     assert "model.layers.0..1.input_layernorm.weight is rounded from float32 to bfloat16" in captured.get()
+
+
+def test_what_is_widened_is_told_apart_from_what_is_rounded(folder: Path) -> None:
+    """The engine of this test stores bfloat16."""
+    weights = checkpoint(1)
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"].to(torch.float8_e5m2)}, folder / "model.safetensors")
+    report = command.tried("some", folder, 1)
+    assert (report.casts, report.widened) == ({}, {"model.norm.weight": "float8_e5m2 to bfloat16"})
+    console = Console(width=240)
+    with console.capture() as captured:
+        console.print(tables(report))
+    assert "model.norm.weight is widened from float8_e5m2 to bfloat16: no value changes" in captured.get()
 
 
 def test_a_trainer_that_does_not_fit_ends_with_1_and_the_reason(

@@ -66,7 +66,7 @@ def test_an_incomplete_round_is_refused_with_what_it_lacks_and_the_next_one_work
     [
         ("c.weight", torch.ones(3), "refuses c.weight"),
         ("b.weight", torch.ones(4), "refuses b.weight"),
-        ("b.weight", torch.ones(3, dtype=torch.bfloat16), "another dtype"),
+        ("b.weight", torch.ones(3, dtype=torch.float64), "would be rounded"),
     ],
 )
 def test_what_does_not_fit_is_refused(rounds: Rounds, host: ToyHost, name: str, tensor: torch.Tensor, text: str) -> None:

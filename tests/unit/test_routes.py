@@ -50,7 +50,7 @@ WRONG = {
     "the same route twice": ([Q, K, V], worker(*FUSED, FUSED[0]), QKV.name, "are written twice"),
     "an unknown tensor": ([Q, K, V, TensorMeta("extra", "bfloat16", (1,))], worker(*FUSED), "extra", "loader has no place for extra"),
     "a tensor larger than its place": ([SPLIT, K, V], worker(*FUSED), SPLIT.name, "only 8 of the 12 elements of attn.q_proj.weight"),
-    "another dtype": (
+    "a narrower dtype": (
         [TensorMeta(Q.name, "float32", Q.shape), K, V], worker(*FUSED), Q.name, "float32 in the source, bfloat16 in the engine",
     ),
 }  # fmt: skip
@@ -70,9 +70,30 @@ def test_the_rank_is_named() -> None:
         prove("engine", [Q, K, V], [worker(*FUSED), worker()], cast=False)
 
 
-def test_casts_are_listed_where_they_are_allowed() -> None:
+def test_rounded_tensors_are_listed_where_rounding_is_allowed() -> None:
     wide = TensorMeta(Q.name, "float32", Q.shape)
-    assert prove("engine", [wide, K, V], [worker(*FUSED)], cast=True).casts == {Q.name: "bfloat16"}
+    plan = prove("engine", [wide, K, V], [worker(*FUSED)], cast=True)
+    assert (plan.casts, plan.rounded, plan.widened) == ({Q.name: "bfloat16"}, {Q.name: "bfloat16"}, {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_wider_dtype_needs_no_leave_and_is_what_is_sent(dtype: str) -> None:
+    param = ParamMeta(QKV.name, QKV.layer, dtype, QKV.shape)
+    plan = prove("engine", [Q, K, V], [worker(*FUSED, params=(param,))], cast=False)
+    assert plan.casts == plan.widened == {meta.name: dtype for meta in (Q, K, V)}
+    assert plan.rounded == {}
+
+
+def test_the_refusal_counts_and_names_only_what_would_be_rounded() -> None:
+    """K is widened, and comes first. Half precision has not the range of bfloat16."""
+    k, v = ParamMeta("k", "k", "float32", (2, 4)), ParamMeta("v", "v", "float16", (2, 4))
+    plan = worker(rows(K, k, 0, 2), rows(V, v, 0, 2), params=(k, v))
+    with pytest.raises(PlanError, match=rf"1 tensors would be rounded, the first is {V.name}: bfloat16 in the source, float16") as caught:
+        prove("engine", [K, V], [plan], cast=False)
+    assert caught.value.tensor == V.name
+    found = prove("engine", [K, V], [plan], cast=True)
+    assert (found.rounded, found.widened) == ({V.name: "float16"}, {K.name: "float32"})
+    assert found.casts == {K.name: "float32", V.name: "float16"}
 
 
 def test_padding_and_kept_rows() -> None:
@@ -167,11 +188,30 @@ def test_an_alias_needs_no_reader() -> None:
     assert prove("engine", [HEAD, EMBED], [worker(rows(EMBED, embed, 0, 2), params=(embed,))], cast=False).casts == {}
 
 
-def test_a_cast_of_an_alias_is_a_cast_of_what_it_stands_for() -> None:
+def test_what_is_stored_in_two_dtypes_is_sent_as_the_source_has_it() -> None:
+    """Sent in one of them the other place would hold what was rounded for this one. A tied pair that the engine keeps apart."""
     head = ParamMeta("lm_head.weight", "lm_head", "float32", (2, 4))
     embed = ParamMeta("embed.weight", "embed", "bfloat16", (2, 4))
     plan = worker(rows(HEAD, head, 0, 2), rows(EMBED, embed, 0, 2), params=(head, embed))
-    assert prove("engine", [HEAD, EMBED], [plan], cast=True).casts == {"embed.weight": "float32"}
+    found = prove("engine", [HEAD, EMBED], [plan], cast=False)
+    assert (found.casts, found.widened, found.rounded) == ({}, {"embed.weight": "float32"}, {})
+    wide = [TensorMeta(meta.name, "float32", meta.shape, meta.alias_of) for meta in (HEAD, EMBED)]
+    found = prove("engine", wide, [plan], cast=True)
+    assert (found.casts, found.widened, found.rounded) == ({}, {}, {"embed.weight": "bfloat16"})
+
+
+def test_a_widened_alias_is_what_it_stands_for_widened() -> None:
+    params = head, embed = [ParamMeta(meta.name, meta.name, "float32", meta.shape) for meta in (HEAD, EMBED)]
+    plan = worker(rows(HEAD, head, 0, 2), rows(EMBED, embed, 0, 2), params=(*params,))
+    found = prove("engine", [HEAD, EMBED], [plan], cast=False)
+    assert found.casts == found.widened == {"embed.weight": "float32"}
+
+
+def test_what_a_loader_computes_with_is_sent_as_the_source_has_it() -> None:
+    """It may compute something else with another dtype."""
+    wide = ParamMeta("wide", "wide", "float32", (2, 4))
+    plan = worker(rows(Q, wide, 0, 2), params=(QKV, wide), computed={Q.name: [whole(Q.shape)]})
+    assert prove("engine", [Q], [plan], cast=False).casts == {}
 
 
 METADATA = {

@@ -72,6 +72,16 @@ def test_weights_are_rounded_to_what_the_engine_stores() -> None:
     assert verified(wide, MemoryEngine(START)).equal == len(START)
 
 
+def test_a_tensor_that_is_stored_in_two_dtypes_is_compared_in_both() -> None:
+    tied = {name: tensor for name, tensor in START.items() if name != "lm_head.weight"}
+    embedding = tied["model.embed_tokens.weight"]
+    engine = MemoryEngine(tied | {"lm_head.weight": embedding.float()})
+    source = tied | {"lm_head.weight": embedding}
+    assert verified(source, engine).equal == len(tied)
+    engine.hosts[0].model.get_parameter("lm_head.weight")[0, 0] *= 1 + 2**-20
+    assert list(verified(source, engine).differing) == ["model.embed_tokens.weight"]
+
+
 def test_a_layer_in_another_layout_is_counted_and_named() -> None:
     engine = MemoryEngine(NEXT)
     with WeightSync(START, [engine]) as sync:

@@ -49,6 +49,16 @@ def in_float32(model: Any) -> None:
     model.a.weight.data = model.a.weight.data.float()
 
 
+def in_float16(model: Any) -> None:
+    model.a.weight.data = model.a.weight.data.half()
+
+
+def in_float32_with_one_element_wrong(model: Any) -> None:
+    """It rounds to what was brought."""
+    in_float32(model)
+    model.a.weight.data[3, 7] *= 1 + 2**-20
+
+
 def by_columns(model: Any) -> None:
     model.a.weight.data = model.a.weight.data.t().contiguous().t()
 
@@ -58,6 +68,9 @@ def with_one_element_wrong(model: Any) -> None:
 
 
 def as_it_was(_: Any) -> None: ...
+
+
+OTHERWISE = (in_float16, with_one_element_wrong, in_float32_with_one_element_wrong)
 
 
 @TRANSPORTS
@@ -74,7 +87,7 @@ def test_layers_are_promoted_by_the_first_push_also_those_that_it_does_not_chang
 
 
 @TRANSPORTS
-@pytest.mark.parametrize(("fill", "finish"), [(scaled, as_it_was), *((as_it_is, f) for f in (in_float32, with_one_element_wrong))])
+@pytest.mark.parametrize(("fill", "finish"), [(scaled, as_it_was), *((as_it_is, f) for f in OTHERWISE)])
 def test_a_layer_that_is_stored_in_another_way_stays_on_reload(
     transport: Any, fill: Callable[..., None], finish: Callable[[Any], None]
 ) -> None:
@@ -83,6 +96,18 @@ def test_a_layer_that_is_stored_in_another_way_stays_on_reload(
         engine = sync.push("first").engines[0]
     assert engine.direct == ("b",)
     assert engine.reload == {"a": "a.weight is not stored as the checkpoint has it"}
+
+
+@TRANSPORTS
+def test_a_layer_that_a_session_widens_is_copied_and_compared_widened(transport: Any) -> None:
+    """As where one tensor goes to two parameters of different dtypes."""
+    host, source = ToyHost(Model(), as_it_is, in_float32), weights(1)
+    with WeightSync(source, [ToyEngine(host)], transport=transport, timeout=20) as sync:
+        for version in "abc":
+            source["a.weight"].mul_(-1.5)
+            assert sync.push(version).engines[0].direct == ("a", "b")
+            assert torch.equal(host.model.get_parameter("a.weight"), source["a.weight"].float())
+    assert host.model.get_parameter("a.weight").dtype == torch.float32
 
 
 def derives_from_b(model: Any) -> None:

@@ -51,7 +51,8 @@ class Timed(msgspec.Struct, frozen=True):
 
 class Report(msgspec.Struct, frozen=True):
     """kept: parameters that a push leaves alone, and why. casts: tensors that are rounded to another dtype, as `float32 to bfloat16`.
-    Both with equal names drawn together. why: what spoke against faster transports."""
+    widened: those that are stored in a wider one, as `bfloat16 to float32`. Equal names are drawn together in all three. why: what spoke
+    against faster transports."""
 
     model: str
     engine: str
@@ -62,6 +63,7 @@ class Report(msgspec.Struct, frozen=True):
     rows: list[Row]
     kept: dict[str, str]
     casts: dict[str, str]
+    widened: dict[str, str]
     first: Timed
     second: Timed
 
@@ -132,6 +134,7 @@ def tables(report: Report) -> Group:
     transport = f"transport {report.transport}" + (f": {report.why}" if report.why else "")
     notes = [f"{name} is kept: {why}" for name, why in report.kept.items()]
     notes += [f"{name} is rounded from {cast}: a WeightSync needs cast=True for it" for name, cast in report.casts.items()]
+    notes += [f"{name} is widened from {cast}: no value changes, and no cast=True is needed" for name, cast in report.widened.items()]
     notes = [_expected(report.first, report.second), transport, *notes]
     parts = (Text(head), _layers(report.rows), Text(_sums(report.rows)), _pushes(report), Text("\n".join(notes)))
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,10 +102,16 @@ def tried(name: str, folder: Path, tp: int) -> Report:
             why=second.why,
             rows=rows(member.plan, second.engines[0]),
             kept=alike(member.plan.kept()),
-            casts=alike({tensor: f"{sent[tensor]} to {dtype}" for tensor, dtype in member.plan.casts.items()}),
+            casts=converted(sent, member.plan.rounded),
+            widened=converted(sent, member.plan.widened),
             first=timed(first),
             second=timed(second),
         )
+
+
+def converted(sent: Mapping[str, str], stored: Mapping[str, str]) -> dict[str, str]:
+    """What becomes of tensors that the engine stores in another dtype, as `float32 to bfloat16`."""
+    return alike({tensor: f"{sent[tensor]} to {dtype}" for tensor, dtype in stored.items()})
 
 
 def check_vllm() -> None:

@@ -130,12 +130,15 @@ def interruptible(urls: Sequence[str], end: Callable[[], None]) -> Iterator[None
 
 
 def casts(sync: WeightSync) -> list[str]:
-    """What was rounded on the way out, and why."""
+    """What the engine stores in other dtypes than the checkpoint has."""
     session = sync._session
     dtypes = {meta.name: meta.dtype for meta in session.described}
-    plans = [member.plan for member in session.fleet.members if member.plan is not None]
-    pairs = Counter((dtypes[name], dtype) for name, dtype in (plans[0].casts.items() if plans else ()))
-    return [f"cast: {count} tensors rounded from {old} to {new}, which the engine stores" for (old, new), count in pairs.items()]
+    plan = next((member.plan for member in session.fleet.members if member.plan is not None), None)
+    lines = []
+    for done, stored in (("rounded", plan.rounded), ("widened, which changes no value,", plan.widened)) if plan else ():
+        pairs = Counter((dtypes[name], dtype) for name, dtype in stored.items())
+        lines += [f"cast: {count} tensors {done} from {old} to {new}, which the engine stores" for (old, new), count in pairs.items()]
+    return lines
 
 
 def say(line: str) -> None:

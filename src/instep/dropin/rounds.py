@@ -21,7 +21,7 @@ logger = logging.getLogger("instep")
 
 
 class Rounds:
-    """One per worker. cast: whether tensors of another dtype than the engine stores are rounded to it.
+    """One per worker. cast: whether tensors may be rounded to the dtype that the engine stores. A wider one is always taken.
 
     All workers of an engine get the same calls, and so have the same number of a round.
     """

@@ -83,7 +83,7 @@ class StageReader:
 
 
 class Together:
-    """One per worker. cast: whether tensors of another dtype than the engine stores are rounded to it."""
+    """One per worker. cast: whether tensors may be rounded to the dtype that the engine stores. A wider one is always taken."""
 
     def __init__(self, receiver: Receiver, peers: Peers, *, cast: bool) -> None:
         self.receiver, self.peers, self.cast = receiver, peers, cast

@@ -37,7 +37,8 @@ class WeightPublisher:
     does all this, heals what can be healed, and needs no phases.
 
     source: as for `WeightSync`.
-    dtype: tensors of floating-point numbers are rounded to it. Without it the source's dtypes must be those that the engine stores.
+    dtype: tensors of floating-point numbers are rounded to it. Without it nothing may be rounded: the
+        engine stores the source's dtypes or wider ones.
     timeout: seconds that an engine's workers wait for each other, and for the proof of the bytes.
     """
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from instep.errors import PlanError
+from instep.plan.dtypes import check_rounding, stored
 from instep.plan.region import covered, disjoint, extent, simplify
 from instep.protocol import (
     ITEM_BYTES,
@@ -31,12 +32,16 @@ UNREAD = (
 class Plan:
     """What one engine needs of a source: proved complete for all of its workers.
 
-    `casts` maps a tensor to the dtype that the engine stores where that differs from the source's.
+    `casts` maps a tensor to the dtype in which it is sent, where that is not the source's.
     """
 
     signature: str
     workers: tuple[WorkerPlan, ...]
     casts: dict[str, str]
+    widened: dict[str, str]
+    """Tensors stored in a wider dtype than the source's, which changes no value, and that dtype."""
+    rounded: dict[str, str]
+    """Tensors stored in a dtype that does not have all of the source's values, and that dtype: with `cast=True` alone."""
     reads: tuple[dict[str, list[Region]], ...]
     """Of each worker, see `reads`."""
     wholes: frozenset[str]
@@ -74,6 +79,7 @@ def check_metadata(tensors: Sequence[TensorMeta]) -> None:
 def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPlan], *, cast: bool, whole: bool = False) -> Plan:
     """The plan of an engine, or a `PlanError` that names the engine, the parameter or tensor, and what is wrong with it.
 
+    cast: whether tensors may be rounded. A wider dtype, which has every value of the source's, is always allowed.
     whole: whether the tensors are all that a checkpoint of the trainer's model has. A buffer of the engine
     that is not among them is its own then.
     """
@@ -81,17 +87,11 @@ def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPl
         _prove_written(f"{engine} rank {rank}", worker, whole=whole)
     by_name = {meta.name: meta for meta in tensors}
     _prove_read(engine, by_name, workers)
-    casts = _casts(by_name, workers)
-    if casts and not cast:
-        name, wanted = next(iter(casts.items()))
-        raise PlanError(
-            f"{engine}: {len(casts)} tensors have another dtype than the engine stores, the first is {name}: "
-            f"{by_name[name].dtype} in the source, {wanted} in the engine",
-            tensor=name,
-            next_step="pass cast=True to round them on the way out, or give the trainer and the engine one dtype",
-        )
+    dtypes = stored(by_name, workers)
+    if not cast:
+        check_rounding(engine, by_name, dtypes.rounded)
     read = tuple(reads(worker.routes, by_name) for worker in workers)
-    return Plan(signature(tensors), tuple(workers), casts, read, _wholes(by_name, read))
+    return Plan(signature(tensors), tuple(workers), *dtypes, read, _wholes(by_name, read))
 
 
 def _prove_written(where: str, worker: WorkerPlan, *, whole: bool) -> None:
@@ -185,13 +185,3 @@ def _wholes(tensors: Mapping[str, TensorMeta], reads: Sequence[Mapping[str, Sequ
 def make_up(regions: Collection[Region], shape: Sequence[int]) -> bool:
     """Whether regions have each element of a tensor of `shape` once."""
     return covered(regions, shape) == sum(region.numel for region in regions) == Region(0, tuple(shape), ()).numel
-
-
-def _casts(tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> dict[str, str]:
-    casts: dict[str, str] = {}
-    for worker in workers:
-        stored = {param.name: param.dtype for param in worker.params}
-        for route in worker.routes:
-            if route.tensor is not None and (dtype := stored[route.param]) != tensors[route.tensor].dtype:
-                casts[tensors[route.tensor].alias_of or route.tensor] = dtype
-    return casts

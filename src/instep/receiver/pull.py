@@ -13,7 +13,7 @@ from instep.digest_cuda import Run, Table
 from instep.plan.overlap import Rows, common
 from instep.plan.region import rows_of, simplify
 from instep.plan.routes import apart, reads
-from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta
+from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta, dtype_name
 from instep.receiver.copies import Copies
 from instep.receiver.regions import copy_regions
 from instep.transport.exposed import run_of
@@ -97,10 +97,10 @@ class Puller:
 
 
 def rows_to(route: Route, meta: TensorMeta, live: torch.Tensor) -> Rows | None:
-    """What a route writes, in words. None where it cuts one. live: the parameter."""
+    """What a route writes, in words. None where it cuts one, or widens what it brings. live: the parameter."""
     assert route.source is not None
     found = rows_of(route.source, route.target)
-    if found is None:
+    if found is None or dtype_name(live.dtype) != meta.dtype:
         return None
     count, row, source_stride, target_stride = found
     return Rows(count, row, route.source.offset, source_stride, route.target.offset, target_stride).in_words(

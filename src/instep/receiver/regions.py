@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from instep.plan.dtypes import widens
 from instep.plan.region import strided
 from instep.protocol import Region, Route, dtype_name
 
@@ -47,19 +48,29 @@ def load_region(param: torch.Tensor, target: Region, tensor: torch.Tensor) -> No
 
 
 def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
-    """Whether a live parameter has, bit for bit, what a route brings to it. False where it is laid out in another way."""
+    """Whether a live parameter has, bit for bit, what a route brings to it, widened where the parameter is of a wider dtype.
+
+    False where it is laid out in another way.
+    """
     if route.tensor is None or route.source is None:
         return True
     source = tensors[route.tensor]
     if not fits(param, route, dtype_name(source.dtype)):
         return False
-    return torch.equal(bits(view(param, route.target)), bits(view(source, route.source).to(param.device)))
+    brought = view(source, route.source).to(param.device).to(param.dtype)
+    return torch.equal(bits(view(param, route.target)), bits(brought))
 
 
 def fits(param: torch.Tensor, route: Route, dtype: str) -> bool:
-    """Whether a live parameter has room for what a route brings as the checkpoint has it, of this dtype."""
+    """Whether a live parameter has room for what a route brings as the checkpoint has it, of this dtype, and stores every value of it."""
     room = 1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
-    return dtype_name(param.dtype) == dtype and param.numel() > 0 and _end(route.target) <= room
+    return param.numel() > 0 and _end(route.target) <= room and widens(dtype, dtype_name(param.dtype))
+
+
+def narrowed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """What was brought in `dtype` where a parameter now holds `part`; None where that is not what widening makes of anything."""
+    brought = part.to(dtype)
+    return brought if torch.equal(bits(brought.to(part.dtype)), bits(part)) else None
 
 
 def _end(region: Region) -> int:

@@ -18,7 +18,7 @@ from instep.plan.routes import reads
 from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta
 from instep.receiver.copies import Copies
 from instep.receiver.pull import Parts, Places, rows_to
-from instep.receiver.regions import Tensors, fits, view
+from instep.receiver.regions import Tensors, fits, narrowed, view
 from instep.transport.exposed import run_of
 
 Summary = int | None
@@ -85,7 +85,8 @@ def held(watched: Copies, metas: Mapping[str, TensorMeta], device: torch.device)
             runs.append(run_of(rows, meta, slot))
         else:
             assert route.source is not None
-            found[slot] = masked(meta, route.source, view(live, route.target))
+            part = narrowed(view(live, route.target), getattr(torch, meta.dtype))
+            found[slot] = None if part is None else masked(meta, route.source, part)
     sums = summed(runs, len(found), device)
     for run in runs:
         found[run.slot] = sums[run.slot]
