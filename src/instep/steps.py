@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch
 
 from instep.digest import total
+from instep.engine.advice import trace
 from instep.engine.at_once import AtOnce
 from instep.engine.member import Member
 from instep.errors import CanaryError, InstepError, SourceError, SyncError, TransportError, VersionConflict
@@ -90,7 +91,7 @@ class Push(Account):
             wanted = session.signature if tensors is session.described else signature(tensors)
             cast, whole = session.config.cast, session.source.whole
             new = [member for member in members if not member.planned(wanted)]
-            await session.fleet.each(new, lambda member: member.trace(tensors, wanted, cast=cast, whole=whole))
+            await session.fleet.each(new, lambda m: trace(m, tensors, wanted, session.source.within(), cast=cast, whole=whole))
         self._remaining(members)
         engines = [member.plan.casts for member in members if member.plan]
         casts = common([{}, *engines] if sent else engines, tensors)

@@ -47,6 +47,7 @@ class Source(Protocol):
     `again() -> Iterator[tuple[str, torch.Tensor | None]]`, called instead of `tensors` the second time. None stands for a value of
     which the source knows by itself that it is what it was; where it knows the opposite it raises `SourceError`. It may also give
     aliases, which must be what they stand for.
+    `within() -> Iterator[list[Within]]`, what else of it could be pushed: where an engine does not take the whole, the error says how.
     """
 
     def metadata(self) -> list[TensorMeta]:

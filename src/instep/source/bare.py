@@ -1,7 +1,8 @@
 """A module without its wrappers and adapters: what `save_pretrained` of the merged model would see, made of the live tensors.
 
-`bare` copies the structure alone. Layers with an unmerged PEFT adapter are listed beside it, and `merge` computes one of them when its
-bytes are wanted: peft's own code runs on a private copy of that layer, so the trainer's weights are never written.
+`bare` copies the structure alone. Layers with an unmerged PEFT adapter, or with weights that they compute (`parametrized.py`), are listed
+beside it, and `merge` computes one of them when its bytes are wanted: their own code runs on a private copy of that layer, so the trainer's
+weights are never written.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from instep.errors import SourceError
+from instep.source import parametrized
 from instep.source.deepspeed import engine_module
 from instep.source.names import WRAPPER_SEGMENTS
 
+AROUND = (DistributedDataParallel, DataParallel, AveragedModel)
+"""Modules around a whole `module`. What else they hold, such as how often an average was updated, is none of its weights."""
+
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside any number of wrappers around the whole of it (DDP, `torch.compile`, PEFT, activation checkpointing)."""
+    """The module inside any number of wrappers around the whole of it (DDP, `torch.compile`, PEFT, activation checkpointing, averages)."""
     while (inner := _inner(module)) is not None:
         module = inner
     return module
@@ -37,7 +43,7 @@ def peft_model(module: nn.Module | None) -> Any | None:
 def bare(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """A copy of the structure that shares every tensor, without wrappers, with base layers in the place of adapter layers.
 
-    Also returns the adapter layers that a merge would change, by their path in the copy.
+    Also returns the layers whose weights `merge` computes, by their path in the copy.
 
     Raises `SourceError` for FSDP and for prompt-learning adapters, which no merge can express.
     """
@@ -46,11 +52,15 @@ def bare(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def merge(path: str, layer: Any, own: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """State dict of `layer`'s base layer with its active adapters merged, bit for bit what peft's `merge_and_unload` computes.
+    """State dict of `layer`'s base layer with its active adapters merged, bit for bit what peft's `merge_and_unload` computes. Of a layer
+    that computes weights itself, those.
 
     own: the values of the layer's tensors by the ids of those that are in it, where it has shapes alone; they are written to. Otherwise
-    takes the memory of one layer. Raises `SourceError` when peft cannot merge.
+    takes the memory of one layer. Raises `SourceError` when they cannot be computed.
     """
+    if not _is_adapter_layer(layer):
+        mine = own or {id(one): one.detach().clone() for one in (*layer.parameters(), *layer.buffers())}
+        return parametrized.values(path, layer, lambda: _private_copy(layer, mine))
     private = _private_copy(layer, own or {id(param): param.detach().clone() for param in layer.get_base_layer().parameters()})
     try:
         with torch.no_grad():
@@ -104,7 +114,7 @@ def _inner(module: nn.Module) -> nn.Module | None:
                 f"{type(module).__name__} holds tensors beside the {segment} that it wraps", next_step="push the wrapped module"
             )
         return module._modules[segment]
-    if isinstance(module, DistributedDataParallel | DataParallel):
+    if isinstance(module, AROUND):
         wrapped: nn.Module = module.module
         return wrapped
     return engine_module(module) or _inner_of_peft(module)
@@ -136,14 +146,24 @@ def _bare(module: nn.Module, path: str, adapted: dict[str, Any], done: dict[int,
     if _is_adapter_layer(module):
         base = _bare(module.get_base_layer(), path, adapted, done)  # type: ignore[operator]
         if _unmerged(module):
+            if path in adapted:
+                raise SourceError(
+                    f"{path} has an adapter on weights that are parametrized: neither peft nor an engine can put the two together",
+                    tensor=path,
+                    next_step='torch.nn.utils.parametrize.remove_parametrizations(layer, "weight") before the adapter is put around it',
+                )
             adapted[path] = module
         return base
+    if names := parametrized.computed(module):
+        adapted[path] = module
     if id(module) not in done:
         done[id(module)] = twin = _shallow_copy(module)
         twin._modules = {
             name: child if child is None else _bare(child, f"{path}.{name}" if path else name, adapted, done)
             for name, child in module._modules.items()
         }
+        if names:
+            parametrized.without(twin, merge(path, module))
     return done[id(module)]
 
 

@@ -10,6 +10,7 @@ import torch
 from instep.errors import InstepError, SourceError
 from instep.protocol import TensorMeta
 from instep.source import Look, Source, again, device_of, own
+from instep.source.within import Within
 
 
 class Guarded:
@@ -34,6 +35,12 @@ class Guarded:
     def stays(self) -> bool:
         with self._calling("stays"):
             return bool(own(self.source, "stays"))
+
+    def within(self) -> Iterator[list[Within]]:
+        """Nothing for a source that does not say."""
+        with self._calling("within"):
+            read = own(self.source, "within")
+            yield from read() if read else ()
 
     def stamp(self) -> Hashable:
         with self._calling("stamp"):

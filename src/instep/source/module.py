@@ -16,14 +16,17 @@ from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta, dtype_name
 from instep.source import Look
 from instep.source.bare import unwrap
+from instep.source.names import canonical_names
 from instep.source.snapshot import Snapshot, Values, read, take
 from instep.source.tensors import check, checksums, identity, versions
+from instep.source.within import Within, modules, prefixed
 
 ITEMS = (dict.items, OrderedDict.items)
 
 
 class MappingSource:
-    """A mapping of checkpoint names to tensors, read anew at each call. Names and order are the mapping's own.
+    """A mapping of checkpoint names to tensors, read anew at each call. Names and order are the mapping's own, without what
+    `torch.compile`, activation checkpointing and FSDP put into the names of a state dict (`canonical`).
 
     A dict holds all its values at once, so two that lie in the same memory are tied. Another mapping may make a value when it is
     asked for, in memory that it uses for the next one too: there two are taken to be tied if the bytes agree as well, and both reads
@@ -35,6 +38,7 @@ class MappingSource:
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self._mapping = mapping
         self._read: list[TensorMeta] = []
+        self._given: dict[str, str] = {}  # the mapping's own names
         self.metadata()
 
     def metadata(self) -> list[TensorMeta]:
@@ -58,12 +62,12 @@ class MappingSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta in self.metadata() if self.stays else self._read:
             if meta.alias_of is None:
-                yield meta.name, self._mapping[meta.name].detach()
+                yield meta.name, self._value(meta.name).detach()
 
     def again(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta in self._read:
             if meta.alias_of is None or not self.stays:
-                yield meta.name, self._mapping[meta.name].detach()
+                yield meta.name, self._value(meta.name).detach()
 
     def stamp(self) -> Hashable:
         """Of values that may be made on access it knows nothing."""
@@ -75,17 +79,27 @@ class MappingSource:
     def score(self, token_ids: list[int]) -> list[float] | None:  # noqa: ARG002
         return None
 
+    def within(self) -> Iterator[list[Within]]:
+        return prefixed(self.metadata())
+
     def _tied(self, original: str, name: str) -> bool:
         """Whether two values lie in the same memory while both are held, with the same bytes before and after the second is asked for."""
-        one = self._mapping[original]
+        one = self._value(original)
         (before,) = checksums([one])
-        other = self._mapping[name]
+        other = self._value(name)
         return identity(one) == identity(other) and checksums([other]) == [before]
 
+    def _value(self, name: str) -> torch.Tensor:
+        value: torch.Tensor = self._mapping[self._given[name]]
+        return value
+
     def _items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._mapping.items():
+        given = list(self._mapping)
+        for name in given:
             if not isinstance(name, str):
                 raise ConfigError(f"a mapping of weights has names as keys, not {name!r}")
+        self._given = canonical_names(given)
+        for name, (_, tensor) in zip(self._given, self._mapping.items(), strict=True):
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigError(f"{name} is a {type(tensor).__name__}, not a tensor", tensor=name, next_step="push the state dict alone")
             yield name, tensor
@@ -158,6 +172,9 @@ class ModuleSource:
         logprobs = logits[0, :-1].float().log_softmax(-1)
         scores: list[float] = logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()
         return scores
+
+    def within(self) -> Iterator[list[Within]]:
+        return modules(self._module, lambda module: ModuleSource(module).metadata())
 
     @property
     def device(self) -> torch.device:

@@ -15,11 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from instep.errors import SourceError
 from instep.protocol import ITEM_BYTES, dtype_name
-from instep.source.bare import adapter_state, adapters, own_attributes
+from instep.source.bare import AROUND, adapter_state, adapters, own_attributes
 from instep.source.deepspeed import engine_module, partition, partitioned
 from instep.source.fsdp import Slot, shards
 from instep.source.held import Held, of_dtensor, whole
@@ -120,7 +119,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
     """The module inside of wrappers that training puts around it. Adapters are no such wrappers."""
     while True:
         inner: Any = engine_module(module)
-        if isinstance(module, DistributedDataParallel | DataParallel):
+        if isinstance(module, AROUND):
             inner = module.module
         inner = next((module._modules[name] for name in WRAPPER_SEGMENTS & module._modules.keys()), inner)
         if inner is None:

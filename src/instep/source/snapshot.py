@@ -17,6 +17,7 @@ from instep.source.bare import bare, merge, owner
 from instep.source.layout import Saved, convert, layout
 from instep.source.live import Live
 from instep.source.names import canonical, canonical_names
+from instep.source.parametrized import computed
 from instep.source.tensors import check, identity
 
 Group = tuple[tuple[str, ...], list[Saved]]
@@ -36,7 +37,7 @@ class Snapshot:
     module: nn.Module
     state: dict[str, torch.Tensor]
     adapters: dict[str, tuple[str, Any]]
-    """Names in `state` that an adapter changes, each with its layer's path and the layer."""
+    """Names in `state` whose values `merge` computes, each with its layer's path and the layer."""
     metadata: list[TensorMeta]
     groups: list[Group]
 
@@ -89,8 +90,8 @@ def checkpoint(
 ) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, tuple[str, Any]], list[Saved]]:
     """What `save_pretrained` would write of `root` without wrappers and adapters.
 
-    Returns the bare module, its state dict, the names in it that an adapter changes, each with its layer's path and the layer, and the
-    checkpoint tensors. identity: equal for tied tensors.
+    Returns the bare module, its state dict, the names in it whose values `merge` computes, each with its layer's path and the layer, and
+    the checkpoint tensors. identity: equal for tied tensors.
     """
     module, adapted = bare(root)
     state: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
@@ -99,10 +100,11 @@ def checkpoint(
             raise SourceError(f"{name} of the state dict is a {type(value).__name__}, not a tensor", tensor=name)
     adapters: dict[str, tuple[str, Any]] = {}
     for path, layer in adapted.items():
+        prefix, own = f"{path}." if path else "", computed(layer)
         for name in state:
-            if name.startswith(f"{path}."):
+            if name.startswith(prefix) and (not own or name.removeprefix(prefix) in own):
                 adapters.setdefault(name, (path, layer))
-    same = {name: identity(tensor) for name, tensor in state.items()}
+    same = {name: id(tensor) if tensor.is_meta else identity(tensor) for name, tensor in state.items()}
     _check_ties(same, adapters)
     return module, state, adapters, layout(module, state, same)
 
@@ -123,7 +125,7 @@ def _check_ties(same: dict[str, Hashable], adapters: dict[str, tuple[str, Any]])
 
 
 class Values:
-    """Current values by name, adapters merged. Holds one merged layer at a time."""
+    """Current values by name, adapters merged, parametrized weights computed. Holds one such layer at a time."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -140,7 +142,9 @@ class Values:
             self._path, self._merged = path, merge(path, layer)
         value = self._merged[name.removeprefix(f"{path}.")]
         if (value.shape, value.dtype) != (live.shape, live.dtype):
-            raise SourceError(f"the merge of {name} changed it from {live.dtype} {live.shape} to {value.dtype} {value.shape}", tensor=name)
+            raise SourceError(
+                f"what is computed of {name} has changed it from {live.dtype} {live.shape} to {value.dtype} {value.shape}", tensor=name
+            )
         return value
 
 

@@ -1,0 +1,73 @@
+"""What a source has inside that may be what an engine wants: a model in a wrapper of the user's, names that share a prefix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import structs
+from torch import nn
+
+from instep.errors import SourceError
+from instep.protocol import TensorMeta
+from instep.source.bare import unwrap
+
+DEPTH = 3
+SHARE = 8
+"""One of so many: a module that holds less of the source is not the model."""
+
+
+class Within(NamedTuple):
+    """what: in words. how: to push it, as a line of code. tensors: it has these."""
+
+    what: str
+    how: str
+    tensors: list[TensorMeta]
+
+
+def modules(root: nn.Module, metadata: Callable[[nn.Module], list[TensorMeta]]) -> Iterator[list[Within]]:
+    """Large modules inside of `root`, those that are as deep together, the outer ones first.
+
+    metadata: tells the checkpoint tensors of one.
+    """
+    paths = {id(module): path for path, module in root.named_modules()}
+    least, level = _size(root) / SHARE, [root]
+    for _ in range(DEPTH):
+        children = [child for module in level for child in unwrap(module).children()]
+        level = [child for child in children if _size(child) >= least and id(child) in paths]
+        found = []
+        for child in level:
+            kind, path = type(unwrap(child)).__name__, paths[id(child)]
+            try:
+                found.append(Within(f"the {kind} in `{path}`", f"WeightSync(source=source.{path})", metadata(child)))
+            except SourceError:  # it is none that can be pushed
+                continue
+        yield found
+
+
+def prefixed(tensors: Sequence[TensorMeta]) -> Iterator[list[Within]]:
+    """Tensors whose names share a prefix, without it. Shorter prefixes come first."""
+    for depth in range(1, DEPTH + 1):
+        starts = (meta.name.split(".") for meta in tensors)
+        prefixes = Counter(".".join(parts[:depth]) + "." for parts in starts if len(parts) > depth)
+        yield [_without(prefix, tensors) for prefix, count in prefixes.items() if count * SHARE >= len(tensors)]
+
+
+def _without(prefix: str, tensors: Sequence[TensorMeta]) -> Within:
+    kept = [meta for meta in tensors if meta.name.startswith(prefix)]
+    names = {meta.name for meta in kept}
+    found = [
+        structs.replace(
+            meta,
+            name=meta.name.removeprefix(prefix),
+            alias_of=meta.alias_of.removeprefix(prefix) if meta.alias_of in names else None,
+        )
+        for meta in kept
+    ]
+    pairs = f"{{name.removeprefix({prefix!r}): tensor for name, tensor in source.items() if name.startswith({prefix!r})}}"
+    return Within(f"the tensors below `{prefix}`, named without that", f"WeightSync(source={pairs})", found)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
