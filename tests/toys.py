@@ -10,7 +10,7 @@ from torch import nn
 
 from instep.protocol import TensorMeta
 from instep.receiver import NeverRebuilds, NoAdapters
-from instep.receiver.trace import shape_only
+from instep.receiver.layout import Layout, shape_only
 
 Checkpoint = dict[str, torch.Tensor]
 
@@ -75,7 +75,7 @@ class ToyHost(NeverRebuilds, NoAdapters):
             self.fill(self.model, name, tensor)
             self.loaded.append(name)
 
-    def checkpoint_layout(self) -> AbstractContextManager[None]:
+    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
         return shape_only(self.model)
 
     @contextmanager

@@ -85,6 +85,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     reload_only: layers whose writes cannot be expressed as copies, with the reason. They always use the
     reload session. opaque: the parameters that are written so. computed: what was read for that, by tensor.
     feeds: the layers that it was read for, by tensor.
+    unnoticed: layers that the reload session leaves as they are, because the loader writes past what it looks
+    at. overwritten: tensors that the loader writes into: it must be given copies of them.
     """
 
     params: list[ParamMeta]
@@ -93,6 +95,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     opaque: list[str] = []
     computed: dict[str, list[Region]] = {}
     feeds: dict[str, list[str]] = {}
+    unnoticed: list[str] = []
+    overwritten: list[str] = []
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

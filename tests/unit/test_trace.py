@@ -76,6 +76,9 @@ COPIES: dict[str, tuple[Loader, tuple[int, ...]]] = {
     "repeated rows": (lambda w, x: w.copy_(x[0]), (4, 6)),
     "repeated by hand": (lambda w, x: w.copy_(x[:1].expand(4, 6)), (4, 6)),
     "a scalar": (lambda w, x: w[0, 0].fill_(x[2, 3].item()), (1, 1)),
+    "two at once": (lambda w, x: torch._foreach_copy_([w[0], w[1]], [x[:2], x[2:]]), (2, 2, 6)),
+    "by way of the host": (lambda w, x: w.copy_(x.cpu()), (4, 6)),
+    "by way of a device": (lambda w, x: w.copy_(x.to(device="cpu", dtype=torch.float64)), (4, 6)),
 }
 
 
@@ -86,6 +89,11 @@ def test_copies_become_routes(loader: Loader, shape: tuple[int, ...]) -> None:
     assert {route.tensor for route in plan.routes} == {"w"}
 
 
+def with_row(x: torch.Tensor) -> torch.Tensor:
+    x[1].add_(1)
+    return x
+
+
 OPAQUE: dict[str, tuple[Loader, tuple[int, ...], str]] = {
     "arithmetic": (lambda w, x: w.copy_(x + 1), (4, 6), "computes its values on the way"),
     "concatenation": (lambda w, x: w.copy_(torch.cat([x, x])), (8, 6), "computes its values on the way"),
@@ -93,6 +101,11 @@ OPAQUE: dict[str, tuple[Loader, tuple[int, ...], str]] = {
     "a detour": (lambda w, x: w.copy_(torch.empty_like(x).copy_(x)), (4, 6), "computes its values on the way"),
     "in place": (lambda w, x: w.copy_(x).mul_(2), (4, 6), "updates it in place (mul_"),
     "added": (lambda w, x: w.add_(x), (4, 6), "updates it in place (add_"),
+    "as an operation's out": (lambda w, x: torch.add(x, 1, out=w.data), (4, 6), "updates it in place (add.out"),
+    "a list in place": (lambda w, x: torch._foreach_add_([w], [x]), (4, 6), "updates it in place (_foreach_add_"),
+    "a copy that was changed": (lambda w, x: w.copy_(x.clone().mul_(2)), (4, 6), "computes its values on the way"),
+    "a copy of which a row was changed": (lambda w, x: w.copy_(with_row(x.clone())), (4, 6), "computes its values on the way"),
+    "exponentials, after the copy": (lambda w, x: (w.copy_(x), w.copy_(-torch.exp(w))), (4, 6), "computes its values on the way"),
     "filled from one element": (lambda w, x: w.fill_(x[0, 1].item()), (4, 6), "fills it from a scalar"),
     "filled from a computed scalar": (lambda w, x: w.fill_((x[0, 1] + 1).item()), (4, 6), "fills it from a scalar"),
     "a computed scalar in a row": (lambda w, x: (w[1:].copy_(x), w[0, :1].fill_(x.mean().item())), (5, 6), "fills it from a scalar"),
@@ -115,6 +128,23 @@ def test_padding_is_a_constant() -> None:
     assert plan.reload_only == {}
     assert plan.routes[1] == Route(None, None, "layer.weight", Region(24, (2, 6), (6, 1)))
     assert prove("engine", described({"w": X}), [plan], cast=False).kept() == {}
+
+
+def test_what_a_loader_writes_into_a_checkpoint_tensor_is_known() -> None:
+    """Loaders are given copies of such tensors: the bytes may be the trainer's own."""
+    plan = trace(host_of(lambda w, x: w.copy_(x.mul_(2)), 4, 6), described({"w": X}))
+    assert plan.overwritten == ["w"]
+    assert "computes its values on the way" in plan.reload_only["layer"]
+
+
+def test_a_checkpoint_tensor_filled_with_zeros_is_a_constant() -> None:
+    """As the ranks of a fused layer do that leave a bias to the first."""
+    plan = trace(host_of(lambda w, x: w.copy_(x.zero_()), 4, 6), described({"w": X}))
+    assert plan.routes == [Route(None, None, "layer.weight", Region(0, (4, 6), (6, 1)))]
+    assert plan.overwritten == ["w"]
+    plan = trace(host_of(lambda w, x: w.copy_(x.zero_().add_(1)), 4, 6), described({"w": X}))
+    assert plan.routes == []
+    assert plan.opaque == ["layer.weight"]
 
 
 STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -16,7 +16,7 @@ from instep.digest import MASK, as_bytes
 from instep.errors import PlanError
 from instep.receiver import MERGED, Host, NeverRebuilds
 from instep.receiver.adapter import AdapterHost, register
-from instep.receiver.trace import shape_only
+from instep.receiver.layout import Layout, shape_only
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 PARTS = {"k_proj": 1, "v_proj": 2, "up_proj": 1}  # order within a fused layer; the first part is 0
@@ -97,7 +97,7 @@ class MemoryHost(NeverRebuilds):
                 raise ValueError(f"cannot load {list(shard.shape)} into {list(target.shape)} of {place.param}")
             target.copy_(shard)
 
-    def checkpoint_layout(self) -> AbstractContextManager[None]:
+    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
         return shape_only(self.model)
 
     @contextmanager

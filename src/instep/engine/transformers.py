@@ -22,9 +22,9 @@ from instep.engine import CachePolicy
 from instep.engine.gate import CHANGING, Gate, gated
 from instep.protocol import Method
 from instep.receiver import NeverRebuilds, NoAdapters
+from instep.receiver.layout import Layout, shape_only
 from instep.receiver.regions import load_region
 from instep.receiver.state import Receiver
-from instep.receiver.trace import shape_only
 from instep.source.layout import Saved, layout
 from instep.source.module import ModuleSource
 from instep.source.tensors import identity
@@ -157,7 +157,7 @@ class ModelHost(NeverRebuilds, NoAdapters):
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the model's has {list(place.view.shape)}")
             load_region(live[place.parts[0]].detach(), place.view, tensor)
 
-    def checkpoint_layout(self) -> AbstractContextManager[None]:
+    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
         return shape_only(self.model)
 
     @contextmanager

@@ -7,16 +7,19 @@ vLLM mixes the class into its worker; `collective_rpc("instep_call", ...)` then 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from instep.engine.vllm_changes import watch
+from instep.engine.vllm_layout import laid_out, never_loaded, tensors_put_back
+from instep.engine.vllm_repairs import forget_expert_kernels, let_emptied_tensors_grow, refresh_tied, remake
 from instep.protocol import Identity, Reply, Request, decode, encode
 from instep.receiver import Fill, Host
+from instep.receiver.layout import Layout
 from instep.receiver.state import Receiver
 
 
@@ -82,16 +85,8 @@ class VllmHost:
         with self._context():
             self.model.load_weights(tensors)  # type: ignore[operator]
 
-    @contextmanager
-    def checkpoint_layout(self) -> Iterator[None]:
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-
-        with _registered_tensors_put_back(self.model.modules()):
-            for layer in self.model.modules():
-                restore_layer_on_meta(layer, get_layerwise_info(layer))
-                unwrap_loaders(layer)
-            yield
+    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
+        return laid_out(self.model)
 
     @contextmanager
     def reload(self) -> Iterator[None]:
@@ -101,10 +96,12 @@ class VllmHost:
         model = self.model
         with ExitStack() as stack:
             stack.enter_context(self._context())
-            on_failure = stack.enter_context(_registered_tensors_put_back(model.modules()))
+            on_failure = stack.enter_context(tensors_put_back(model.modules()))
             if self.device == "cpu":
                 forget_expert_kernels(model)
             initialize_layerwise_reload(model)
+            for layer in model.modules():
+                let_emptied_tensors_grow(layer, get_layerwise_info(layer))
             try:
                 yield
                 finalize_layerwise_reload(model, self.worker.model_runner.model_config)
@@ -124,12 +121,13 @@ class VllmHost:
     def spare(self, parameter: str) -> tuple[int, str | None]:
         path, _, leaf = parameter.rpartition(".")
         layer = self.model.get_submodule(path)
-        if (buffer := layer._buffers.get(leaf)) is not None and (leaf.startswith("_") or leaf in never_loaded()):
+        if (buffer := layer._buffers.get(leaf)) is not None and (leaf.startswith("_") or _is_map(leaf, buffer)):
             return buffer.numel(), "vLLM's own, no checkpoint has it"
         if (shard := getattr(layer, "shard_indices", None)) is None:
             return 0, None
         rows = layer.num_embeddings_per_partition - shard.num_org_elements - shard.num_added_elements
-        return rows * layer.embedding_dim, "padded vocabulary rows have no weights" if rows else None
+        tensor = layer.get_parameter(leaf)  # the weight, or the bias of a head
+        return rows * tensor[:1].numel(), "padded vocabulary rows have no weights" if rows else None
 
     def rebuilds(self, layer: str) -> bool:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -141,20 +139,11 @@ class VllmHost:
 
     def rebuild(self, layer: str, fill: Fill) -> None:
         """What vLLM's reload does to a layer when its last tensor has arrived, without the loaders: they take twice as long as the work."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
-
         module: Any = self.model.get_submodule(layer)
-        info = get_layerwise_info(module)
-        live = dict(module._parameters)
-        with self._context(), _registered_tensors_put_back([module]):
-            restore_layer_on_meta(module, info)
-            materialize_layer(module, info)
-            fill(dict(module.named_parameters(recurse=False)))
-            module.quant_method.process_weights_after_loading(module)
-            for name, param in live.items():
-                if param is not None and param is not module._parameters[name]:
-                    param.data.copy_(module._parameters[name])
+        with self._context(), tensors_put_back([module]):
+            if self.device == "cpu":
+                forget_expert_kernels(module)
+            remake(module, fill)
 
     def computes(self, layer: str) -> torch.Tensor:
         module: Any = self.model.get_submodule(layer)
@@ -166,7 +155,7 @@ class VllmHost:
         dtype = self.worker.vllm_config.model_config.dtype
         probe = torch.linspace(-1, 1, 3 * width, dtype=torch.float32, device=self.device).to(dtype).view(3, width)
         with self._context():
-            made: torch.Tensor = module.quant_method.apply(module, probe)
+            made: torch.Tensor = module.quant_method.apply(module, probe, getattr(module, "bias", None))
         return made
 
     def refresh(self) -> None:
@@ -193,14 +182,6 @@ class VllmHost:
             self.busy = before
 
 
-def never_loaded() -> Collection[str]:
-    """Buffers that vLLM's own loaders would take from a checkpoint, if one had them."""
-    from vllm.model_executor.model_loader.reload import meta
-
-    names: Collection[str] = getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS
-    return names
-
-
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
     if isinstance(nested, torch.Tensor):
         yield nested
@@ -209,67 +190,13 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
+def _is_map(name: str, buffer: torch.Tensor) -> bool:
+    """Whether a buffer says which expert is where. Others that a session does not wait for are weights, such as a router's bias."""
+    return name in never_loaded() and not buffer.dtype.is_floating_point
+
+
 def _import_reload() -> None:
     """vLLM's reload imports its quantisation methods in the middle of a session, which takes seconds: do it before anything is paused."""
     for module in ("vllm.model_executor.layers.quantization.online.fp8", "vllm.model_executor.layers.quantization.online.moe_base"):
         with suppress(ImportError):  # other versions of vLLM have it elsewhere
             import_module(module)
-
-
-def unwrap_loaders(layer: torch.nn.Module) -> None:
-    """Gives a layer's tensors their own loaders back: those of a reload session stay on the shape-only tensors, and outside of a session
-    they drop what they are given."""
-    for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-        loader: Any = getattr(tensor, "weight_loader", None)
-        while getattr(loader, "__name__", "") == "online_process_loader":
-            loader = loader.__wrapped__
-            tensor.weight_loader = loader  # type: ignore[union-attr]
-
-
-def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Has each expert layer set up its kernel anew when it is loaded.
-
-    On the CPU the kernel expects packed weights, and vLLM packs them only while it sets the kernel up: its own reload leaves them unpacked,
-    and the layer computes nonsense. On a GPU the kernel stays, as CUDA graphs may have captured it.
-    """
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if method is not None and getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def refresh_tied(model: torch.nn.Module) -> None:
-    """Lets layers that share another layer's tensor process it once more.
-
-    vLLM's reload handles a tied tensor through one of its layers; on the CPU the other (lm_head) keeps a packed copy of the old weights.
-    """
-    first: dict[int, torch.nn.Module] = {}
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is None or first.setdefault(id(weight), layer) is layer:
-            continue
-        method = getattr(layer, "quant_method", None)
-        if method is not None and hasattr(method, "process_weights_after_loading"):
-            method.process_weights_after_loading(layer)
-
-
-class _registered_tensors_put_back:
-    """Puts the modules' parameters and buffers back as they were, the same objects in the same registries."""
-
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self.saved = [(m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
-
-    def forget(self) -> None:
-        self.saved = []
-
-    def __enter__(self) -> _registered_tensors_put_back:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for module, parameters, buffers, non_persistent in self.saved:
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(non_persistent)

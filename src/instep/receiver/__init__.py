@@ -1,6 +1,6 @@
 """Receivers: the half of a push that runs inside an engine's worker, the same code for every engine.
 
-    trace.py    runs the engine's own loader over shapes and writes down where each checkpoint tensor goes
+    trace.py    runs the engine's own loader over shapes (layout.py), follows what it does (watcher.py) and says where each tensor goes
     apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
     evidence.py what an engine derives from weights: two looks at all that its modules hold (memory.py), a rehearsal between them
     rebuilt.py  layers that the engine packs, made anew from copied regions
@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from instep.errors import PlanError
+from instep.receiver.layout import Layout
 
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 """Writes a layer's parameters, given by their names within the layer."""
@@ -38,9 +39,9 @@ class Host(Protocol):
     world_size: int
     device: str
 
-    def checkpoint_layout(self) -> AbstractContextManager[None]:
-        """Within it every parameter is a shape-only tensor (device `meta`) in the layout that the loader expects.
-        Afterwards the live tensors are back, the same objects as before."""
+    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
+        """Within it no parameter and no buffer is live: a stand-in (`layout.stand_in`) is in the place of each, in the layout that
+        the loader expects. Afterwards the live tensors are back, the same objects as before."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The engine's own loader, fed with checkpoint names."""
@@ -56,7 +57,8 @@ class Host(Protocol):
         """Whether `rebuild` makes all that the engine derives from this layer's weights."""
 
     def rebuild(self, layer: str, fill: Fill) -> None:
-        """Lays out the layer's parameters as its loader would, has them filled, and derives from them what the engine keeps."""
+        """Lays out the layer's parameters and buffers as its loader would, has them filled, and derives from them what the engine
+        keeps. Asked also of layers that a reload session leaves as they are, whatever `rebuilds` says."""
 
     def computes(self, layer: str) -> torch.Tensor:
         """What the layer makes of a fixed input: equal for equal weights and equal derived state."""

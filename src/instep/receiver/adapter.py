@@ -16,7 +16,7 @@ from torch import nn
 from instep.errors import PlanError
 from instep.protocol import TensorMeta
 from instep.receiver import NeverRebuilds, NoAdapters
-from instep.receiver.trace import shape_only
+from instep.receiver.layout import Layout, shape_only
 
 
 class AdapterHost(NeverRebuilds, NoAdapters, ABC):
@@ -49,7 +49,7 @@ class AdapterHost(NeverRebuilds, NoAdapters, ABC):
         for name, tensor in tensors:
             self.model.get_parameter(name).detach().copy_(tensor)
 
-    def checkpoint_layout(self) -> AbstractContextManager[None]:
+    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
         return shape_only(self.model)
 
     @contextmanager

@@ -25,7 +25,7 @@ from instep.receiver.rebuilt import DERIVED, try_rebuilding
 from instep.receiver.regions import Tensors, copy_regions
 from instep.receiver.rehearsal import Scrambled
 from instep.receiver.structure import Structure
-from instep.receiver.trace import layer_of
+from instep.receiver.watcher import layer_of
 
 UNPROVED = "not proved yet"
 OTHERWISE = " is not stored as the checkpoint has it"
@@ -103,7 +103,7 @@ class Applier:
         copies = self.copies(look=arrival.once)
         watched = self._watched()
         first = watched is not None and UNPROVED in self.reload.values()  # then nothing was judged yet
-        in_turn = arrival.once and first and not self.direct | self.rebuild
+        in_turn = arrival.once and first and not self.direct | self.rebuild | {*self.plan.unnoticed}
         tensors = arrival.move(copies, watched, in_turn=in_turn)
         if not arrival.once and (now := self.copies()) is not copies:  # looked at while a GPU is at it
             tensors = arrival.move(now, watched, in_turn=False)  # what was written instead is kept by nobody but `Copies`
@@ -160,13 +160,20 @@ class Applier:
         return sorted(self.direct), sorted(self.rebuild), dict(sorted(self.reload.items()))
 
     def session(self, tensors: Tensors) -> None:
-        """The engine's own, for the layers on reload."""
+        """The engine's own, for the layers on reload. Those that it leaves as they are, are rebuilt after it."""
         with self.host.reload():
             self.host.load(self._wanted(tensors))
+        unnoticed = [layer for layer in self.plan.unnoticed if layer in self.reload]
+        for layer in unnoticed:
+            self.rebuild_layer(layer, tensors)
+        if unnoticed:
+            self.host.refresh()
 
     def rebuild_layer(self, layer: str, tensors: Tensors) -> None:
         def fill(params: Tensors) -> None:
             named = {route.param: params[route.param.rpartition(".")[2]] for route in self.routes[layer]}
+            for param in named.values() if layer in self.plan.unnoticed else ():
+                param.zero_()  # constants and padding: the trace has let no other ones through
             copy_regions(self.routes[layer], named, tensors)
 
         if layer in self.routes:
@@ -174,9 +181,11 @@ class Applier:
 
     def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that layers on reload read, in their order."""
-        names = {route.tensor for layer, routes in self.routes.items() if layer in self.reload for route in routes}
-        names |= self.plan.computed.keys()
-        yield from ((name, tensors[name]) for name in tensors if name in names)
+        layers = self.reload.keys() - {*self.plan.unnoticed}
+        names = {route.tensor for layer, routes in self.routes.items() if layer in layers for route in routes} | self.plan.computed.keys()
+        for name in tensors:
+            if name in names:
+                yield name, tensors[name].clone() if name in self.plan.overwritten else tensors[name]
 
     def _watched(self) -> Copies | None:
         """What layers that are not direct read: the same object as `copies` has it, for as long as they are the same."""

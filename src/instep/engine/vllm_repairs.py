@@ -1,0 +1,92 @@
+"""What vLLM's reload session leaves wrong, set right around it: by the state of a layer, never by a model's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.receiver import Fill
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Has each expert layer set up its kernel anew when it is loaded.
+
+    On the CPU the kernel expects packed weights, and vLLM packs them only while it sets the kernel up: its own reload leaves them unpacked,
+    and the layer computes nonsense. On a GPU the kernel stays, as CUDA graphs may have captured it.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def let_emptied_tensors_grow(layer: nn.Module, info: Any) -> None:
+    """Lets a layer take what a session makes for a parameter that has no elements now.
+
+    Some layers read another layer's weight once, pack it, and leave an empty one there. The session
+    makes that weight anew and would copy it into the empty one, which cannot hold it.
+    """
+    if info.kernel_tensors is not None and any(param.numel() == 0 for param in info.kernel_tensors[0].values()):
+        parameters, buffers = info.kernel_tensors
+        info.kernel_tensors = (Growing(layer, parameters), buffers)
+
+
+class Growing(dict[str, nn.Parameter]):
+    """A layer's parameters before a session. An empty one is replaced, when they are gone through, by
+    what the layer has in its place by then."""
+
+    def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.layer = layer
+
+    def items(self) -> Any:
+        for name, param in super().items():
+            made = self.layer._parameters.get(name)
+            if made is not None and not made.is_meta and made.numel() and not param.numel():
+                self[name] = made
+        return super().items()
+
+
+def remake(layer: Any, fill: Fill) -> None:
+    """Makes a layer's tensors in the layout that its loader expects, has them filled, derives from them what
+    vLLM keeps, and copies the result into the live tensors.
+
+    Buffers are filled where they are. The caller puts the live tensors back.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+
+    info = get_layerwise_info(layer)
+    live, buffers = dict(layer._parameters), dict(layer._buffers)
+    restore_layer_on_meta(layer, info)
+    layer._buffers.update({name: one for name, one in buffers.items() if one is not None and _fits(one, layer._buffers.get(name))})
+    materialize_layer(layer, info)
+    fill({**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))})
+    vars(layer).pop("_already_called_process_weights_after_loading", None)
+    method = getattr(layer, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(layer)
+    for name, param in live.items():
+        if param is not None and param is not layer._parameters[name]:
+            param.data.copy_(layer._parameters[name])
+
+
+def _fits(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    return expected is None or (buffer.shape, buffer.dtype) == (expected.shape, expected.dtype)
+
+
+def refresh_tied(model: nn.Module) -> None:
+    """Lets layers that share another layer's tensor process it once more.
+
+    vLLM's reload handles a tied tensor through one of its layers; on the CPU the other (lm_head) keeps a packed copy of the old weights.
+    """
+    first: dict[int, torch.nn.Module] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or first.setdefault(id(weight), layer) is layer:
+            continue
+        method = getattr(layer, "quant_method", None)
+        if method is not None and hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(layer)
