@@ -126,7 +126,7 @@ class VllmHost:
         if (shard := getattr(layer, "shard_indices", None)) is None:
             return 0, None
         rows = layer.num_embeddings_per_partition - shard.num_org_elements - shard.num_added_elements
-        tensor = layer.get_parameter(leaf)  # the weight, or the bias of a head
+        tensor: torch.Tensor = getattr(layer, leaf)  # the weight, or the bias of a head
         return rows * tensor[:1].numel(), "padded vocabulary rows have no weights" if rows else None
 
     def rebuilds(self, layer: str) -> bool:
