@@ -67,8 +67,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParamMeta(msgspec.Struct, frozen=True, array_like=True):
-    """One parameter of a worker in checkpoint layout, or a buffer that its module saves. `spare` of its
-    elements need not be written, for the reason in `kept`."""
+    """One parameter of a worker in checkpoint layout, or a buffer that its module saves. `spare` elements need not be written: `kept`."""
 
     name: str
     layer: str
@@ -83,10 +82,9 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     """What one worker's loader did with shape-only tensors: the parameters it has and the copies it made.
 
     reload_only: layers whose writes cannot be expressed as copies, with the reason. They always use the
-    reload session. opaque: the parameters that are written so. computed: what was read for that, by tensor.
-    feeds: the layers that it was read for, by tensor.
-    unnoticed: layers that the reload session leaves as they are, because the loader writes past what it looks
-    at. overwritten: tensors that the loader writes into: it must be given copies of them.
+    reload session. opaque: the parameters that are written so. computed, feeds: what was read for that, and
+    for which layers, by tensor. unnoticed: layers that the session would leave as they are. overwritten:
+    tensors that the loader writes into, and must be given copies of.
     """
 
     params: list[ParamMeta]
