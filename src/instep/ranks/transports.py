@@ -16,10 +16,10 @@ from instep.ranks.lead import RankedSource
 from instep.ranks.segment import Sums, Write, add_up, compare, sum_up, write
 from instep.transport import Placed, Transport
 from instep.transport.auto import AutoTransport
-from instep.transport.broadcast import BroadcastTransport, Values
+from instep.transport.broadcast import BroadcastTransport
 from instep.transport.http import HttpTransport
 from instep.transport.shm import Segment, ShmTransport
-from instep.transport.tally import Result, Tally
+from instep.transport.tally import Result, Tally, Values
 
 
 class SharedShm(ShmTransport):

@@ -15,7 +15,7 @@ import os
 import socket
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,16 +24,15 @@ from typing import Any, TypeVar
 import torch
 
 from instep.digest_cuda import warm_up
-from instep.errors import DigestMismatch, InstepError, SourceError, TransportError
-from instep.plan.buckets import buckets, layout, padded
+from instep.errors import ApplyError, DigestMismatch, InstepError, SourceError, TransportError
+from instep.plan.buckets import layout
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Sending, elsewhere, uuid_of
 from instep.transport.again import check
 from instep.transport.group import Group, address_towards, give_up, serve
-from instep.transport.tally import DeviceTally, First, HostTally, Result, Tally, described, in_bytes, sums_of
+from instep.transport.tally import DeviceTally, First, HostTally, Result, Tally, Values, pack, sums_of
 
 T = TypeVar("T")
-Values = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,7 @@ class BroadcastTransport:
         self.waiting: tuple[list[TensorMeta], Placed] | None = None
         self.sent: Future[Result] = Future()
         self.running: Future[Any] | None = None
+        self.under_way = 0  # steps of engines
 
     def hasten(self) -> None: ...
 
@@ -122,11 +122,17 @@ class BroadcastTransport:
             raise failure  # of a commit the engines say what they serve now
 
     async def unless(self, step: Awaitable[T]) -> T:
+        self.under_way += 1
         try:
             return await step
         except InstepError as error:
+            if isinstance(error, ApplyError) and self.under_way > 1 and self.running is not None:
+                # A worker whose loader failed takes what is still to come: others that are behind get theirs.
+                await asyncio.wait([asyncio.wrap_future(self.running)], timeout=self.timeout / 2)
             self._give_up(str(error.args[0]))
             raise
+        finally:
+            self.under_way -= 1
 
     @property
     def early(self) -> bool:
@@ -265,32 +271,6 @@ class BroadcastTransport:
         if len(self.rooms) <= index % 2:
             self.rooms.append(torch.empty(self.way.bucket, dtype=torch.uint8, device=self.device))
         return self.rooms[index % 2][:size]
-
-
-def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Fills buckets with the bytes of `values`, which come in the order of `tensors`, each cast to the dtype of its description.
-
-    room: gives the memory for bucket `index`, a flat tensor of `size` bytes; it may be given again two buckets later.
-    Raises `SourceError` where a value is not the one that is described.
-    """
-    edges = iter(buckets(layout(tensors)[1], limit))
-    index, filled, bucket = -1, 0, torch.empty(0)
-    for meta, value in described((meta for meta in tensors if not meta.alias_of), values):
-        data = in_bytes(meta, value)
-        at, end = 0, padded(meta.nbytes)
-        while at < end:
-            if filled == len(bucket):
-                if index >= 0:
-                    yield bucket
-                low, high = next(edges)
-                index, filled, bucket = index + 1, 0, room(index + 1, high - low)
-            step = min(end - at, len(bucket) - filled)
-            here = min(step, max(meta.nbytes - at, 0))
-            bucket[filled : filled + here].copy_(data[at : at + here])
-            bucket[filled + here : filled + step].zero_()
-            at, filled = at + step, filled + step
-    if index >= 0:
-        yield bucket
 
 
 def own_address() -> str:

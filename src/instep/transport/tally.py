@@ -11,11 +11,12 @@ import torch
 from instep.digest import BLOCK_BYTES, MASK, all_flags, all_sums, from_flags, from_sums, seed_of
 from instep.digest_cuda import Table, as_words, in_one
 from instep.errors import SourceError
-from instep.plan.buckets import Piece, buckets, layout, pieces
+from instep.plan.buckets import Piece, buckets, layout, padded, pieces
 from instep.protocol import TensorMeta
 from instep.transport import Placed
 from instep.transport.exposed import whole
 
+Values = Iterable[tuple[str, torch.Tensor]]
 Result = tuple[dict[str, int], tuple[str, ...]]
 HELD = 512 << 20  # bytes of values that may have been made, kept until they have been summed up
 
@@ -83,7 +84,7 @@ class DeviceTally:
         self.board.zero_()
 
     def pack(self, values: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """As `broadcast.pack`. What does not stay is copied before the next value is asked for."""
+        """As `pack`. What does not stay is copied before the next value is asked for."""
         given, held = described(self.own, values.read()), dict[str, torch.Tensor]()
         for index, here in enumerate(self.pieces):
             bucket = room(index, self.sizes[index])
@@ -207,7 +208,33 @@ def sums_of(digests: Mapping[str, int], tensors: Sequence[TensorMeta], device: t
     return torch.from_numpy(sums.view(np.int64)).to(device)
 
 
-def described(tensors: Iterable[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Fills buckets with the bytes of `values`, which come in the order of `tensors`, each cast to the dtype of its description.
+
+    room: gives the memory for bucket `index`, a flat tensor of `size` bytes; it may be given again two buckets later.
+    Raises `SourceError` where a value is not the one that is described.
+    """
+    edges = iter(buckets(layout(tensors)[1], limit))
+    index, filled, bucket = -1, 0, torch.empty(0)
+    for meta, value in described((meta for meta in tensors if not meta.alias_of), values):
+        data = in_bytes(meta, value)
+        at, end = 0, padded(meta.nbytes)
+        while at < end:
+            if filled == len(bucket):
+                if index >= 0:
+                    yield bucket
+                low, high = next(edges)
+                index, filled, bucket = index + 1, 0, room(index + 1, high - low)
+            step = min(end - at, len(bucket) - filled)
+            here = min(step, max(meta.nbytes - at, 0))
+            bucket[filled : filled + here].copy_(data[at : at + here])
+            bucket[filled + here : filled + step].zero_()
+            at, filled = at + step, filled + step
+    if index >= 0:
+        yield bucket
+
+
+def described(tensors: Iterable[TensorMeta], values: Values) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
     """The values of a source, each with its description. tensors: those that are no aliases.
 
     Raises `SourceError` where a value is another than the one that is described, and where there are more.
