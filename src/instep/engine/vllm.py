@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
+from instep.engine.vllm_experts import TOGETHER, apart
 from instep.engine.vllm_plugin import chosen, commits
 from instep.engine.vllm_replicas import call_workers
 from instep.errors import ConfigError, EngineDirty, EngineLost
@@ -39,7 +40,10 @@ def adapt(obj: Any) -> Engine | None:
             "this vLLM was started without instep's worker extension",
             next_step=f'start it with worker_extension_cls="{EXTENSION}"',
         )
-    return AsyncVllmEngine(obj) if asyncio.iscoroutinefunction(obj.collective_rpc) else VllmEngine(obj)
+    asynchronous = asyncio.iscoroutinefunction(obj.collective_rpc)
+    if why := apart(config, obj.engine_core if asynchronous else obj.llm_engine.engine_core):
+        raise ConfigError(why, next_step=TOGETHER)
+    return AsyncVllmEngine(obj) if asynchronous else VllmEngine(obj)
 
 
 def reaches_workers(config: Any) -> bool:

@@ -17,6 +17,7 @@ from instep.engine.http_control import PREFIX, Control, Served
 from instep.engine.http_token import is_loopback, token_of
 from instep.engine.vllm import AsyncVllmEngine, reaches_workers
 from instep.engine.vllm_answers import note_versions
+from instep.engine.vllm_experts import TOGETHER, apart
 from instep.errors import ConfigError
 from instep.metrics import metrics
 
@@ -82,4 +83,5 @@ def _against(llm: Any, args: Namespace, token: str | None) -> str | None:
         return "the engine has several API servers, and each would know only its own part: start it with --api-server-count 1"
     if not reaches_workers(llm.vllm_config):
         return "this vLLM was started without instep's worker extension: start it with `instep serve`"
-    return None
+    why = apart(llm.vllm_config, llm.engine_core)
+    return f"{why}: {TOGETHER}" if why else None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from instep.engine.vllm_changes import watch
+from instep.engine.vllm_experts import check_experts_stay
 from instep.engine.vllm_layout import laid_out, never_loaded, tensors_put_back
 from instep.engine.vllm_repairs import forget_expert_kernels, let_emptied_tensors_grow, refresh_tied, remake
 from instep.protocol import Identity, Reply, Request, decode, encode
@@ -86,6 +87,7 @@ class VllmHost:
             self.model.load_weights(tensors)  # type: ignore[operator]
 
     def checkpoint_layout(self) -> AbstractContextManager[Layout]:
+        check_experts_stay(self.worker.vllm_config)
         return laid_out(self.model)
 
     @contextmanager
