@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13 python3
 	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: help demo check-demo test test-all check package bench bench-sharded benchmarks constraints docs lint \
+.PHONY: help demo check-demo test test-all check package bench bench-sharded models benchmarks constraints docs lint \
 	setup-demo setup-test clean
 
 help:  ## this list
@@ -43,8 +43,13 @@ bench-sharded: setup-test  ## pushes from 2 and 4 ranks of a sharded trainer, wi
 	$(BIN)/python -m instep.bench.sharded --out bench/results
 	$(MAKE) benchmarks
 
-benchmarks: setup-test  ## docs/benchmarks.md and its picture, from the results in bench/results
+models: setup-test  ## which families of models a push serves: tries each on a real vLLM
+	$(BIN)/python -m instep.bench.models --jobs 2 --out bench/results
+	$(MAKE) benchmarks
+
+benchmarks: setup-test  ## docs/benchmarks.md, its picture and docs/models.md, from bench/results
 	$(BIN)/python -m instep.bench.page bench/results docs
+	$(BIN)/python -m instep.bench.models.page bench/results docs
 
 docs: setup-test  ## the documentation as a site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

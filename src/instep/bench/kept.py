@@ -75,14 +75,17 @@ KINDS: dict[str, type[Kept]] = {
 }
 """By the field that no other has."""
 
+MODELS = "models-*.json"
+
 
 def read(folder: Path) -> dict[str, Kept]:
-    """Every JSON file of a folder, by its name without the suffix; those of GPUs first.
+    """Every JSON file of a folder, by its name without the suffix; those of GPUs first. Those of
+    `instep.bench.models` have a page of their own.
 
     Raises `ValueError` for a file that no benchmark writes, and `msgspec.ValidationError` for one
     with other fields.
     """
-    found = {file.stem: _decode(file) for file in sorted(folder.glob("*.json"))}
+    found = {file.stem: _decode(file) for file in sorted(folder.glob("*.json")) if not file.match(MODELS)}
     return dict(sorted(found.items(), key=lambda item: item[1].setting.kind != "gpu"))
 
 

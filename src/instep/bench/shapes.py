@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from instep.errors import ConfigError
 from instep.extras import needed_by
 
-ShapesName = Literal["tiny", "smollm2-135m", "qwen3-0.6b", "qwen3-8b", "qwen3-moe", "llama-70b/tp8"]
+ShapesName = Literal["tiny", "smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-8b", "qwen3-moe", "llama-70b/tp8"]
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -21,6 +21,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": LLAMA | {
         "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
     "qwen3-0.6b": QWEN3 | {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True,

@@ -1,0 +1,98 @@
+"""Tiny models of a family with random weights, and checkpoints that an engine can load."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep.bench.models.families import FAMILIES
+from instep.bench.models.families.family import VOCABULARY, Pictures
+
+SCALE = 0.1
+"""Standard deviation of matrices, and of what is added to the first values of vectors: large enough
+for greedy tokens to depend on all of them."""
+
+VISION_FOLDER = Path(sys.prefix) / "torchvision"
+"""Where `scripts/setup.py` puts torchvision, which does not import beside a torch for CPUs."""
+
+
+def model(name: str, seed: int) -> Any:
+    """A model of transformers in bfloat16 on the CPU. Equal seeds give equal weights.
+
+    Raises what transformers raises where this version does not know the family.
+    """
+    import transformers
+
+    torch.manual_seed(seed)
+    family = FAMILIES[name]
+    config = getattr(transformers, family.config)(**family.settings)
+    auto = transformers.AutoModelForImageTextToText if family.pictures else transformers.AutoModelForCausalLM
+    made = auto.from_config(config, dtype=torch.bfloat16).to(torch.bfloat16).eval()
+    saved = made.state_dict(keep_vars=True)
+    tensors = {id(tensor): tensor for tensor in saved.values() if tensor.is_floating_point()}
+    with torch.no_grad():
+        for tensor in tensors.values():  # each once, tied ones too
+            noise = SCALE * torch.randn(tensor.shape)
+            tensor.copy_(noise if tensor.ndim > 1 else tensor + noise)
+    return made
+
+
+def save(made: Any, name: str, folder: Path) -> Path:
+    """Writes the model, and what an engine needs for images, into `folder`."""
+    made.save_pretrained(folder)
+    if pictures := FAMILIES[name].pictures:
+        _prepare(pictures, folder)
+    return folder
+
+
+def _prepare(pictures: Pictures, folder: Path) -> None:
+    import transformers
+
+    allow_torchvision()
+    tokenizer = _tokenizer(pictures)
+    parts = {"image_processor": getattr(transformers, pictures.image_processor)(**pictures.image)}
+    if pictures.video_processor:
+        parts["video_processor"] = getattr(transformers, pictures.video_processor)()
+    processor = getattr(transformers, pictures.processor)
+    processor(tokenizer=tokenizer, **parts, **pictures.settings).save_pretrained(folder)
+
+
+def _tokenizer(pictures: Pictures) -> Any:
+    """ "t7" for token 7, and the special tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"t{token}": token for token in range(VOCABULARY)}
+    for token, word in pictures.words.values():
+        del vocabulary[f"t{token}"]
+        vocabulary[word] = token
+    words = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    special = {attribute: word for attribute, (_, word) in pictures.words.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        bos_token="t0",
+        eos_token="t1",
+        pad_token="t2",
+        unk_token="t3",
+        extra_special_tokens=special,
+    )
+
+
+def allow_torchvision() -> None:
+    """Lets this process import torchvision where torch is a build for CPUs.
+
+    The wheel of torchvision is linked with CUDA: its library does not load there, and torchvision
+    then fails at the import, as two operators are missing. Its transforms are plain torch. To be
+    called before transformers looks for torchvision.
+    """
+    if torch.version.cuda or not VISION_FOLDER.is_dir() or str(VISION_FOLDER) in sys.path:
+        return
+    sys.path.append(str(VISION_FOLDER))
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float iou) -> Tensor")

@@ -1,0 +1,109 @@
+"""vLLM engines of one family, and what they generate."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep.bench.models.families.family import Family
+from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU, stop_vllm
+
+PROMPTS = [[5, 6, 7, 8, 9], list(range(11, 21)), list(range(20, 60))]
+NEW_TOKENS = 8
+
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one engine is. answers: greedy tokens and their log-probabilities, one for each prompt.
+    live: digests of its model's tensors, by worker and name."""
+
+    answers: list[Answer]
+    live: dict[str, str]
+
+    @property
+    def finite(self) -> bool:
+        return all(math.isfinite(score) for _, scores in self.answers for score in scores)
+
+
+def environment(gpu: int | None) -> dict[str, str]:
+    """Variables of a process that starts engines. gpu: the one that it sees, or None for a CPU.
+
+    On a CPU the engine lives in this process, as that starts sooner. On a GPU it has a process of
+    its own, as a process cannot open CUDA memory that it has exported.
+    """
+    if gpu is None:
+        one = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        return ENVIRONMENT | ON_CPU | one
+    return ENVIRONMENT | ON_GPU | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+
+
+@contextmanager
+def started(family: Family, folder: Path) -> Iterator[Any]:
+    """An `LLM` with the weights in `folder`, in bfloat16. Stopped at the end."""
+    from vllm import LLM
+
+    room = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05}
+    arguments: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": family.pictures is None,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": "instep.bench.models.worker.FamilyWorker",
+        **(room if torch.version.cuda else {}),
+        **({"limit_mm_per_prompt": {"image": 1, "video": 0}} if family.pictures else {}),
+    }
+    gc.freeze()  # engines collect garbage when they start and end, and what is there by now stays
+    llm = LLM(str(folder), **arguments)
+    try:
+        yield llm
+    finally:
+        stop_vllm(llm)
+
+
+def look(llm: Any, family: Family) -> Look:
+    """What an engine is now. Prompt by prompt: which of them share a step would change bits."""
+    answers = [_answer(llm, prompt) for prompt in _prompts(family)]
+    digests = llm.collective_rpc("live_digests")
+    live = {f"{rank}:{name}": digest for rank, held in enumerate(digests) for name, digest in held.items()}
+    return Look(answers, live)
+
+
+def _prompts(family: Family) -> Iterator[dict[str, Any]]:
+    for tokens in PROMPTS:
+        yield {"prompt_token_ids": tokens}
+    if family.pictures:
+        image = [*family.pictures.prompt, *PROMPTS[0]]
+        for seed in (1, 2):
+            yield {"prompt_token_ids": image, "multi_modal_data": {"image": _image(seed)}}
+
+
+def _image(seed: int) -> Any:
+    """A random RGB image of 28 x 28 pixels."""
+    from PIL import Image
+
+    random = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (28, 28, 3), dtype=torch.uint8, generator=random)
+    return Image.fromarray(pixels.numpy())
+
+
+def _answer(llm: Any, prompt: dict[str, Any]) -> Answer:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
+    (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+    found = output.outputs[0]
+    tokens = tuple(found.token_ids)
+    scores = (entry[token].logprob for entry, token in zip(found.logprobs, tokens, strict=True))
+    return tokens, tuple(scores)

@@ -1,0 +1,23 @@
+"""Configurations of many families, tiny, by their names. Nothing else in this package knows a
+family's name."""
+
+from __future__ import annotations
+
+from instep.bench.models.families import dense, experts, latent, recurrent, vision
+from instep.bench.models.families.family import Family
+
+KINDS = {
+    "attention and dense layers": dense.FAMILIES,
+    "experts": experts.FAMILIES,
+    "latent attention": latent.FAMILIES,
+    "state spaces, linear attention, short convolutions": recurrent.FAMILIES,
+    "vision and language": vision.FAMILIES,
+}
+"""By what their layers are."""
+
+FAMILIES: dict[str, Family] = {name: family for families in KINDS.values() for name, family in families.items()}
+
+
+def kind(name: str) -> str:
+    """The heading that a family stands under."""
+    return next(kind for kind, families in KINDS.items() if name in families)
