@@ -46,7 +46,7 @@ SEE_LOG = "root cause"
 
 @dataclass
 class Running:
-    """A family in its process. gpu: that it has for itself."""
+    """A family in its process. gpu: the one that it sees."""
 
     name: str
     folder: Path

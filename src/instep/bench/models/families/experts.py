@@ -27,6 +27,13 @@ YARN = {
     "truncate": False,
 }
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}
+LLAMA_4 = HEADS | {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 128,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 64,
+}
 
 FAMILIES = {
     "mixtral": Family("MixtralConfig", HEADS | LOCAL),
@@ -38,17 +45,7 @@ FAMILIES = {
     "granitemoe-shared": Family("GraniteMoeSharedConfig", SIZES | LOCAL | {"shared_intermediate_size": 128}),
     "phimoe": Family("PhimoeConfig", HEADS | LOCAL | {"attention_bias": True, "lm_head_bias": True}),
     "gpt-oss": Family("GptOssConfig", HEADS | LOCAL | WINDOW | {"rope_parameters": YARN}),
-    "llama4-text": Family(
-        "Llama4TextConfig",
-        HEADS
-        | {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "intermediate_size_mlp": 128,
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 64,
-        },
-    ),
+    "llama4-text": Family("Llama4TextConfig", LLAMA_4),
     "ernie4.5-moe": Family("Ernie4_5_MoeConfig", HEADS | TIED | ERNIE | {"moe_intermediate_size": 128}),
     "glm4-moe": Family("Glm4MoeConfig", HEADS | ROUTED | {"attention_bias": True, "use_qk_norm": True}),
     "dots1": Family("Dots1Config", HEADS | ROUTED | {"first_k_dense_replace": 1}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instep.bench.models.families.dense import GEMMA
-from instep.bench.models.families.experts import EXPERTS
+from instep.bench.models.families.experts import EXPERTS, LLAMA_4
 from instep.bench.models.families.family import HEADS, SIZES, TIED, Family, Pictures
 from instep.bench.models.families.recurrent import LINEAR, SHARED
 
@@ -134,6 +134,38 @@ INTERNVL_PICTURES = Pictures(
     video_processor="InternVLVideoProcessor",
     settings={"image_seq_length": 1},
 )
+IDEFICS_3_PICTURES = Pictures(
+    words={
+        "image_token": (IMAGE, "<image>"),
+        "fake_image_token": (151, "<fake_token_around_image>"),
+        "global_image_token": (152, "<global-img>"),
+        "end_of_utterance_token": (153, "<end_of_utterance>"),
+    },
+    prompt=(IMAGE,),
+    processor="Idefics3Processor",
+    image_processor="Idefics3ImageProcessor",
+    image={
+        "size": {"longest_edge": 28},
+        "max_image_size": {"longest_edge": 28},
+        "do_image_splitting": False,
+    },
+    settings={"image_seq_len": 1},
+)
+LLAMA_4_PICTURES = Pictures(
+    words={
+        "image_token": (IMAGE, "<|image|>"),
+        "boi_token": (151, "<|image_start|>"),
+        "eoi_token": (152, "<|image_end|>"),
+        "patch_token": (153, "<|patch|>"),
+        "tile_x_separator_token": (154, "<|tile_x_separator|>"),
+        "tile_y_separator_token": (155, "<|tile_y_separator|>"),
+    },
+    prompt=(IMAGE,),
+    processor="Llama4Processor",
+    image_processor="Llama4ImageProcessor",
+    image=SQUARE | {"max_patches": 1},
+    settings={"patch_size": 14, "pixel_shuffle_ratio": 0.5},
+)
 
 FAMILIES = {
     "gemma3": Family(
@@ -220,5 +252,31 @@ FAMILIES = {
             "tie_word_embeddings": False,
         },
         INTERNVL_PICTURES,
+    ),
+    "idefics3": Family(
+        "Idefics3Config",
+        {
+            "text_config": SIZES | {"model_type": "llama"},
+            "vision_config": TOWER,
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+        },
+        IDEFICS_3_PICTURES,
+    ),
+    "llama4": Family(
+        "Llama4Config",
+        {
+            "text_config": LLAMA_4,
+            "vision_config": TOWER
+            | {
+                "vision_output_dim": 64,
+                "projector_input_dim": 64,
+                "projector_output_dim": 64,
+            },
+            "image_token_index": 153,
+            "boi_token_index": 151,
+            "eoi_token_index": 152,
+        },
+        LLAMA_4_PICTURES,
     ),
 }
