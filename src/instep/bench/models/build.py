@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,6 @@ from instep.bench.models.families.family import VOCABULARY, Pictures
 SCALE = 0.1
 """Standard deviation of matrices, and of what is added to the first values of vectors: large enough
 for greedy tokens to depend on all of them."""
-
-VISION_FOLDER = Path(sys.prefix) / "torchvision"
-"""Where `scripts/setup.py` puts torchvision, which does not import beside a torch for CPUs."""
 
 
 def model(name: str, seed: int) -> Any:
@@ -51,7 +47,6 @@ def save(made: Any, name: str, folder: Path) -> Path:
 def _prepare(pictures: Pictures, folder: Path) -> None:
     import transformers
 
-    allow_torchvision()
     tokenizer = _tokenizer(pictures)
     parts = {"image_processor": getattr(transformers, pictures.image_processor)(**pictures.image)}
     if pictures.video_processor:
@@ -82,17 +77,3 @@ def _tokenizer(pictures: Pictures) -> Any:
         unk_token="t3",
         extra_special_tokens=special,
     )
-
-
-def allow_torchvision() -> None:
-    """Lets this process import torchvision where torch is a build for CPUs.
-
-    The wheel of torchvision is linked with CUDA: its library does not load there, and torchvision
-    then fails at the import, as two operators are missing. Its transforms are plain torch. To be
-    called before transformers looks for torchvision.
-    """
-    if torch.version.cuda or not VISION_FOLDER.is_dir() or str(VISION_FOLDER) in sys.path:
-        return
-    sys.path.append(str(VISION_FOLDER))
-    for operator in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float iou) -> Tensor")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -48,8 +49,13 @@ def environment(gpu: int | None) -> dict[str, str]:
 
 @contextmanager
 def started(family: Family, folder: Path) -> Iterator[Any]:
-    """An `LLM` with the weights in `folder`, in bfloat16. Stopped at the end."""
+    """An `LLM` with the weights in `folder`, in bfloat16. Stopped at the end.
+
+    vLLM imports a model's class in a process of its own to look at it, which takes longer than the
+    engine takes to start. This process is there for one family alone, and imports it.
+    """
     from vllm import LLM
+    from vllm.model_executor.models import registry
 
     room = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05}
     arguments: dict[str, Any] = {
@@ -65,7 +71,8 @@ def started(family: Family, folder: Path) -> Iterator[Any]:
         **({"limit_mm_per_prompt": {"image": 1, "video": 0}} if family.pictures else {}),
     }
     gc.freeze()  # engines collect garbage when they start and end, and what is there by now stays
-    llm = LLM(str(folder), **arguments)
+    with patch.object(registry, "_run_in_subprocess", lambda look: look()):
+        llm = LLM(str(folder), **arguments)
     try:
         yield llm
     finally:

@@ -32,7 +32,12 @@ from instep.bench.models.families import kind
 from instep.bench.models.outcome import Outcome, Setting
 from instep.bench.subjects import ENVIRONMENT
 
-IMPORTED = ["vllm.v1.engine.core", "transformers", "instep.bench.models.one"]
+IMPORTED = [
+    "instep.bench.models.torchvision",  # before transformers
+    "vllm.v1.engine.core",
+    "transformers",
+    "instep.bench.models.one",
+]
 MOST = 6
 """Engines that start at once: more of them take longer each than in turn."""
 ERROR = re.compile(r"^(?:\([^)]*\) )?(?:\S+ )*?([\w.]*(?:Error|Exception|Exit|Timeout)\b: .+)$", re.M)
@@ -151,10 +156,8 @@ def _family(name: str, folder: Path, gpu: int | None) -> None:
     """Ends its process: engines leave threads behind."""
     os.environ.update(environment(gpu))
 
-    from instep.bench.models import build
     from instep.bench.models.one import one
 
-    build.allow_torchvision()
     written = folder / "written.json"
     written.write_bytes(msgspec.json.encode(one(name, folder)))
     written.rename(folder / "outcome.json")

@@ -47,7 +47,7 @@ def one(name: str, folder: Path) -> Outcome:
     except Found as found:
         verdict, why, advice = found.verdict, found.why, found.advice
     except Exception as error:
-        verdict, why = "ended", first_line(error)
+        verdict, why = "ended", told(error)
     return Outcome(
         family=name,
         kind=kind(name),
@@ -84,7 +84,7 @@ class Trial:
             self.noted["model"] = type(model).__name__
             return build.save(model, self.name, self.folder / str(seed))
         except Exception as error:
-            raise Found("not started", f"transformers: {first_line(error)}") from error
+            raise Found("not started", f"transformers: {told(error)}") from error
 
     def _started(self, folder: Path) -> Any:
         return _Started(started(self.family, folder))
@@ -121,7 +121,7 @@ class Trial:
 
     def _failed(self, error: InstepError, llm: Any, serves: int) -> Found:
         """Refused only if the engine still is what it was."""
-        why, advice = f"{type(error).__name__}: {first_line(error)}", error.next_step or ""
+        why, advice = f"{type(error).__name__}: {told(error)}", error.next_step or ""
         try:
             same = look(llm, self.family) == self.fresh[serves]
         except InstepError:
@@ -154,13 +154,13 @@ class _Started:
         try:
             return self.engine.__enter__()
         except Exception as error:
-            raise Found("not started", f"vLLM: {type(error).__name__}: {first_line(error)}") from error
+            raise Found("not started", f"vLLM: {type(error).__name__}: {told(error)}") from error
 
     def __exit__(self, *error: Any) -> None:
         self.engine.__exit__(*error)
 
 
-def first_line(error: BaseException) -> str:
-    """Of its message; of what caused it where it has none."""
-    lines = str(error.args[0] if isinstance(error, InstepError) and error.args else error).split("\n")
-    return next((line.strip() for line in lines if line.strip()), repr(error))[:400]
+def told(error: BaseException) -> str:
+    """What it says, on one line."""
+    text = error.args[0] if isinstance(error, InstepError) and error.args else error
+    return " ".join(str(text).split())[:400] or repr(error)

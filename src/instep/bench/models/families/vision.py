@@ -82,6 +82,7 @@ GEMMA_3_PICTURES = Pictures(
         "boi_token": (151, "<start_of_image>"),
         "eoi_token": (152, "<end_of_image>"),
         "blank": (153, "\n\n"),
+        "line": (154, "\n"),
     },
     prompt=(151,),
     processor="Gemma3Processor",
