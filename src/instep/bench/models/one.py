@@ -47,7 +47,7 @@ def one(name: str, folder: Path) -> Outcome:
     except Found as found:
         verdict, why, advice = found.verdict, found.why, found.advice
     except Exception as error:
-        verdict, why = "ended", told(error)
+        verdict, why = "ended", f"{type(error).__name__}: {told(error)}"
     return Outcome(
         family=name,
         kind=kind(name),
@@ -66,25 +66,33 @@ class Trial:
         self.name, self.family, self.folder = name, FAMILIES[name], folder
         self.noted: dict[str, Any] = {"pushes": []}
         self.fresh: dict[int, Look] = {}
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
 
     def run(self) -> None:
         """Raises `Found` unless the family is bit-equal."""
-        folders = {seed: self._saved(seed) for seed in (B, C)}
+        trainer, folders = self._made()
         with self._started(folders[B]) as llm:
             self.fresh[B] = look(llm, self.family)
         with self._started(folders[C]) as llm:
             self.fresh[C] = look(llm, self.family)
             if not self.fresh[B].finite or self._alike():
                 raise Found("says nothing", "the two models answer alike, or with no finite scores")
-            self._push(llm)
+            self._push(llm, trainer)
 
-    def _saved(self, seed: int) -> Path:
+    def _made(self) -> tuple[Any, dict[int, Path]]:
+        """The trainer's model and the two checkpoints. All are made before an engine starts: some
+        engines change the classes of transformers in this process."""
+        folders = {}
         try:
-            model = build.model(self.name, seed)
-            self.noted["model"] = type(model).__name__
-            return build.save(model, self.name, self.folder / str(seed))
+            for seed in (B, C):
+                model = build.model(self.name, seed)
+                self.noted["model"] = type(model).__name__
+                folders[seed] = build.save(model, self.name, self.folder / str(seed))
+                state = model.state_dict().items()
+                self.weights[seed] = {name: tensor.clone() for name, tensor in state}
         except Exception as error:
             raise Found("not started", f"transformers: {told(error)}") from error
+        return model, folders
 
     def _started(self, folder: Path) -> Any:
         return _Started(started(self.family, folder))
@@ -94,13 +102,12 @@ class Trial:
         pairs = zip(self.fresh[B].answers, self.fresh[C].answers, strict=True)
         return any(one == other for one, other in pairs)
 
-    def _push(self, llm: Any) -> None:
-        trainer = build.model(self.name, C)
+    def _push(self, llm: Any, trainer: Any) -> None:
         trainer = trainer.to("cuda") if torch.cuda.is_available() else trainer
         serves = C
         with WeightSync(source=trainer, engines=[llm]) as sync:
             for index, seed in enumerate((B, C, B)):
-                trainer.load_state_dict(build.model(self.name, seed).state_dict())
+                trainer.load_state_dict(self.weights[seed])
                 try:
                     self._note(sync.push(f"push-{index}"))
                 except InstepError as error:

@@ -69,7 +69,7 @@ FAMILIES = {
     "smollm3": Family("SmolLM3Config", SIZES | TIED),
     "nemotron": Family("NemotronConfig", HEADS),
     "exaone4": Family("Exaone4Config", SIZES | WINDOW),
-    "ernie4.5": Family("Ernie4_5Config", HEADS | TIED | {"use_bias": True}),
+    "ernie4.5": Family("Ernie4_5Config", HEADS | TIED),
     "seed-oss": Family("SeedOssConfig", HEADS | {"residual_dropout": 0.0}),
     "hunyuan": Family("HunYuanDenseV1Config", HEADS),
     "hyperclovax": Family("HyperCLOVAXConfig", HEADS),
