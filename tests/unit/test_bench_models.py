@@ -55,7 +55,7 @@ def test_every_family_gets_a_verdict_and_leaves_no_process(tmp_path: Path, monke
         deadline=20.0,
         tell=lambda one: told.append(one.family),
         work=answers,
-        context=multiprocessing.get_context("spawn"),
+        context=multiprocessing.get_context("fork"),
     )
     assert [(one.family, one.verdict) for one in found] == [
         ("llama", "bit-equal"),

@@ -27,9 +27,15 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds for each family")
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     options = parser.parse_args()
-    command = f"python -m instep.bench.models --jobs {options.jobs}"
-    outcomes = run(options.families, options.jobs, options.deadline, _tell)
-    file = Matrix(setting=setting(command), outcomes=outcomes).write(options.out)
+    told = setting(f"python -m instep.bench.models --jobs {options.jobs}")
+
+    def tell(outcome: Outcome) -> None:
+        """Written at once: a run that is broken off leaves what it found."""
+        Matrix(setting=told, outcomes=[outcome]).write(options.out)
+        print(line(outcome), flush=True)
+
+    outcomes = run(options.families, options.jobs, options.deadline, tell)
+    file = Matrix(setting=told, outcomes=outcomes).write(options.out)
     counts = Counter(outcome.verdict for outcome in outcomes)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     print(f"written to {file}", file=sys.stderr)
@@ -43,13 +49,11 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _tell(outcome: Outcome) -> None:
+def line(outcome: Outcome) -> str:
     pushes = ", ".join(f"{seconds:.2f} s" for seconds in outcome.pushes)
     layers = f"{outcome.direct}/{outcome.rebuilt}/{sum(outcome.reload.values())}"
-    print(
-        f"{outcome.family}: {outcome.verdict} in {outcome.took:.0f} s; layers {layers}; pushes {pushes or 'none'} {outcome.why}".rstrip(),
-        flush=True,
-    )
+    found = f"{outcome.family}: {outcome.verdict} in {outcome.took:.0f} s"
+    return f"{found}; layers {layers}; pushes {pushes or 'none'} {outcome.why}".rstrip()
 
 
 if __name__ == "__main__":
