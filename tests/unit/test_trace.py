@@ -57,6 +57,12 @@ def check(loader: Loader, source: torch.Tensor, *shape: int, dtype: torch.dtype 
 
 X = torch.arange(24.0).reshape(4, 6)
 
+def by_head(w: torch.Tensor, x: torch.Tensor) -> None:
+    """As loaders that put q, k and v in order, and then load each by itself."""
+    for part in range(2):
+        w.narrow(0, 2 * part, 2).copy_(x.narrow(0, 2 * part, 2))
+
+
 COPIES: dict[str, tuple[Loader, tuple[int, ...]]] = {
     "whole": (lambda w, x: w.copy_(x), (4, 6)),
     "through .data": (lambda w, x: w.data.copy_(x), (4, 6)),
@@ -76,6 +82,8 @@ COPIES: dict[str, tuple[Loader, tuple[int, ...]]] = {
     "repeated rows": (lambda w, x: w.copy_(x[0]), (4, 6)),
     "repeated by hand": (lambda w, x: w.copy_(x[:1].expand(4, 6)), (4, 6)),
     "a scalar": (lambda w, x: w[0, 0].fill_(x[2, 3].item()), (1, 1)),
+    "heads of a fused layer": (lambda w, x: by_head(w, x.view(2, 2, 6).transpose(0, 1).reshape(4, 6)), (4, 6)),
+    "in another shape": (lambda w, x: w.copy_(x.t().reshape(4, 6)), (4, 6)),
     "two at once": (lambda w, x: torch._foreach_copy_([w[0], w[1]], [x[:2], x[2:]]), (2, 2, 6)),
     "by way of the host": (lambda w, x: w.copy_(x.cpu()), (4, 6)),
     "by way of a device": (lambda w, x: w.copy_(x.to(device="cpu", dtype=torch.float64)), (4, 6)),
@@ -157,6 +165,7 @@ STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reshape": lambda x: x.reshape(-1),
     "split": lambda x: x.unflatten(0, (-1, 2)) if x.shape[0] % 2 == 0 else x,
     "unsqueeze": lambda x: x.unsqueeze(0),
+    "rows": lambda x: x[1:] if x.shape[0] > 2 else x,
     "expand": lambda x: x[:1].expand(2, *x.shape[1:]),
     "channels last": lambda x: x.reshape(1, 2, 2, -1).contiguous(memory_format=torch.channels_last) if x.numel() % 4 == 0 else x,
     "flip": lambda x: x.flip(0),

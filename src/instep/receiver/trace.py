@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -51,13 +51,14 @@ def trace(host: Host, tensors: Sequence[TensorMeta]) -> WorkerPlan:
     plan = _watch(host, real, live_owner)
     # Aliases are offered only to an engine that misses them: a loader that ties its head may not know the name.
     if len(real) < len(tensors) and any(_unwritten(plan)):
-        plan = _watch(host, tensors, live_owner)
+        with suppress(PlanError):  # it does not know them: what it misses is something else
+            plan = _watch(host, tensors, live_owner)
     check_ties(host.model, plan, tensors)
     return plan
 
 
 def _unwritten(plan: WorkerPlan) -> Iterator[str]:
-    written = {route.param for route in plan.routes}
+    written = {route.param for route in plan.routes} | {*plan.opaque}
     params = (param for param in plan.params if not param.buffer)
     return (param.name for param in params if param.name not in written and param.spare < math.prod(param.shape))
 

@@ -7,6 +7,7 @@ other memory, which may be in use, is refused before it runs.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -168,6 +169,8 @@ class Watcher(TorchDispatchMode):
             self.routes.append(Route(None, None, target, where))
         elif (found := self._region(value.expand(tensor.shape))) is None:
             self._compute(tensor, "the loader computes its values on the way", self._origins(value))
+        elif (where := _shaped(where, found[1].shape)) is None:
+            self._compute(tensor, "the loader brings its elements in another order", {found})
         else:
             self.routes.append(Route(found[0], found[1], target, where))
 
@@ -203,8 +206,8 @@ class Watcher(TorchDispatchMode):
             flat = simplify(origin)
             if flat.stride in ((), (1,)):  # a view of a copy of a contiguous run is a view of the run
                 return name, Region(origin.offset + int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-            if tensor.is_contiguous() and tuple(tensor.shape) == origin.shape:
-                return name, origin
+            run = _run(origin, int(tensor.storage_offset()), tensor.numel()) if tensor.is_contiguous() else None
+            return (name, run) if run else None
         return None
 
 
@@ -236,6 +239,27 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the memory of a tensor: that of its views too, for as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _run(region: Region, start: int, count: int) -> Region | None:
+    """`count` elements of a region, in order, from one of them on: whole rows along some axis, or None."""
+    offset, shape, stride = region.offset, region.shape, region.stride
+    while shape and count < (row := math.prod(shape[1:])):  # within one row
+        offset, start, shape, stride = offset + start // row * stride[0], start % row, shape[1:], stride[1:]
+        if start + count > row:
+            return None
+    if not shape or count % row or start % row:
+        return None if shape else Region(offset, (), ())
+    return Region(offset + start // row * stride[0], (count // row, *shape[1:]), stride)
+
+
+def _shaped(region: Region, shape: tuple[int, ...]) -> Region | None:
+    """The same elements in the same order, in a shape of as many; None where they are no contiguous run."""
+    if region.shape == shape:
+        return region
+    if simplify(region).stride not in ((), (1,)):
+        return None
+    return Region(region.offset, shape, torch.empty(shape, device="meta").stride())
 
 
 def _as_region(tensor: torch.Tensor) -> Region:
