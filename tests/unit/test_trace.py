@@ -57,6 +57,7 @@ def check(loader: Loader, source: torch.Tensor, *shape: int, dtype: torch.dtype 
 
 X = torch.arange(24.0).reshape(4, 6)
 
+
 def by_head(w: torch.Tensor, x: torch.Tensor) -> None:
     """As loaders that put q, k and v in order, and then load each by itself."""
     for part in range(2):

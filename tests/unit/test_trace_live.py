@@ -11,6 +11,7 @@ from torch import nn
 from toys import ToyHost, described
 
 from instep.errors import PlanError
+from instep.receiver.regions import view
 from instep.receiver.trace import trace
 
 X = torch.arange(24.0).reshape(4, 6)
@@ -101,6 +102,69 @@ def test_what_a_loader_makes_for_itself_it_may_write() -> None:
     model.register_buffer("table", None)
     plan = trace(ToyHost(model, load), described({"w": X}))
     assert [route.param for route in plan.routes] == ["weight"]
+
+
+ANEW: dict[str, tuple[Callable[[nn.Module, torch.Tensor], object], dict[str, str]]] = {
+    "a parameter of its own": (lambda model, x: fill(make(model), x), {}),
+    "a padded one": (lambda model, x: fill(make(model, 6), x), {}),
+    "the checkpoint's tensor": (lambda model, x: setattr(model, "weight", nn.Parameter(x, requires_grad=False)), {}),
+    "a part of it, as .data": (lambda model, x: setattr(model.weight, "data", x[:, 2:4]), {}),
+    "a sum": (lambda model, x: setattr(model.weight, "data", x + 1), {"": "the loader puts another tensor in its place"}),
+    "computed on the way": (lambda model, x: fill(make(model), x * 2), {"": "the loader computes its values on the way"}),
+}
+
+
+def make(model: nn.Module, rows: int = 4) -> nn.Parameter:
+    model.weight = nn.Parameter(torch.empty(rows, 6), requires_grad=False)
+    return model.weight
+
+
+def fill(weight: nn.Parameter, x: torch.Tensor) -> None:
+    weight[: len(x)].data.copy_(x)
+    weight[len(x) :].data.fill_(0)
+
+
+@pytest.mark.parametrize(("load", "reload_only"), ANEW.values(), ids=ANEW)
+def test_parameters_that_a_loader_makes_anew_are_traced(
+    load: Callable[[nn.Module, torch.Tensor], object], reload_only: dict[str, str]
+) -> None:
+    """As the bias of a head that a checkpoint turns out to have."""
+    model = nn.Module()
+    live = model.weight = nn.Parameter(torch.full((4, 6), POISON))
+    plan = trace(ToyHost(model, lambda model, name, tensor: load(model, tensor)), described({"w": X}))
+    assert model.weight is live
+    assert (live == POISON).all()
+    assert plan.reload_only == reload_only
+    assert plan.computed.keys() == ({"w"} if reload_only else set())
+    if not reload_only:
+        loaded = nn.Module()
+        loaded.weight = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+        load(loaded, X)
+        replayed = torch.zeros_like(loaded.weight)
+        for route in plan.routes:
+            if route.tensor is not None:
+                view(replayed, route.target).copy_(view(X, route.source))
+        assert torch.equal(replayed, loaded.weight)
+
+
+def test_a_parameter_that_a_loader_adds_is_refused_by_its_name() -> None:
+    model = nn.Module()
+    with pytest.raises(PlanError, match="the engine's loader adds weight, which the model that runs there has not"):
+        trace(ToyHost(model, lambda model, name, tensor: fill(make(model), tensor)), described({"w": X}))
+    assert not dict(model.named_parameters())
+
+
+def test_a_loader_may_gather_a_tensor_in_memory_of_its_own() -> None:
+    def load(model: Poisoned, name: str, tensor: torch.Tensor) -> None:
+        gathered = torch.empty(4, 6)
+        gathered[:2].copy_(tensor[2:])
+        gathered[2:].copy_(tensor[:2])
+        model.weight.copy_(gathered)
+
+    model = Poisoned()
+    plan = trace(ToyHost(model, load), described({"w": X}))
+    assert plan.reload_only == {"": "the loader computes its values on the way"}
+    assert plan.computed.keys() == {"w"}
 
 
 def test_attributes_that_a_loader_sets_are_as_they_were_after_the_trace() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from instep.receiver.layout import Layout, stand_in
-from instep.receiver.watcher import storage_of
+from instep.receiver.watcher import layer_of, storage_of
 
 
 @contextmanager
@@ -88,6 +88,9 @@ class VllmLayout(Layout):
             self.lost.add(layer)
         elif copied and tensor.numel():
             self.counted.add(layer)
+
+    def replaced(self, param: str) -> None:
+        self.lost.add(layer_of(param))
 
     def unnoticed(self) -> Collection[str]:
         return self.lost | (self.written - self.counted)

@@ -43,6 +43,27 @@ def simplify(region: Region) -> Region:
     return Region(region.offset, tuple(shape), tuple(stride))
 
 
+def run(region: Region, start: int, count: int) -> Region | None:
+    """`count` elements of a region, in order, from number `start` on: whole rows along some axis, or None."""
+    offset, shape, stride = region.offset, region.shape, region.stride
+    while shape and count < (row := math.prod(shape[1:])):  # within one row
+        offset, start, shape, stride = offset + start // row * stride[0], start % row, shape[1:], stride[1:]
+        if start + count > row:
+            return None
+    if not shape:
+        return Region(offset, (), ()) if count == 1 else None
+    if count % row or start % row:
+        return None
+    return Region(offset + start // row * stride[0], (count // row, *shape[1:]), stride)
+
+
+def reshaped(region: Region, shape: tuple[int, ...]) -> Region | None:
+    """The same elements in the same order, in a shape of as many; None where they are no contiguous run."""
+    if region.shape == shape:
+        return region
+    return Region(region.offset, shape, contiguous_stride(shape)) if simplify(region).stride in ((), (1,)) else None
+
+
 def extent(region: Region) -> tuple[int, int]:
     """First flat index and one past the last. Empty regions have an empty extent."""
     if region.numel == 0:

@@ -15,6 +15,9 @@ class Layout:
     def wrote(self, tensor: torch.Tensor, *, copied: bool) -> None:
         """Told of each write of the loader. tensor: a view of a parameter or buffer. copied: by `copy_`, not by a fill or in place."""
 
+    def replaced(self, param: str) -> None:
+        """Told of each parameter or buffer for which the loader has put another tensor in place."""
+
     def unnoticed(self) -> Collection[str]:
         """Layers, of those that were written, that a reload session would leave as they are: the loader writes past what it looks at."""
         return ()
@@ -39,7 +42,9 @@ def shape_only(model: nn.Module) -> Iterator[Layout]:
         yield Layout()
     finally:
         for module, parameters, buffers in live:
+            module._parameters.clear()
             module._parameters.update(parameters)
+            module._buffers.clear()
             module._buffers.update(buffers)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -21,7 +22,7 @@ from instep.receiver import Host
 from instep.receiver.copies import live_tensors
 from instep.receiver.layout import Layout
 from instep.receiver.ties import check_ties, owners
-from instep.receiver.watcher import Watcher, layer_of, storage_of
+from instep.receiver.watcher import Origin, Watcher, layer_of, storage_of
 
 NO_PLACE = "the engine's loader has no place for it"
 WITHOUT_BYTES = re.compile(r"\bmeta (device|tensor)|unallocated storage", re.IGNORECASE)
@@ -89,6 +90,7 @@ def _watch(host: Host, tensors: Sequence[TensorMeta], live_owner: dict[str, str]
             raise PlanError(text, tensor=loading(), next_step=_advice(error)) from error
         if watcher.refused is not None:  # also where the loader caught it
             raise watcher.refused
+        watcher.settle()
         return _plan(watcher, host, layout, live, live_owner)
 
 
@@ -138,15 +140,25 @@ def _plan(watcher: Watcher, host: Host, layout: Layout, live: Mapping[int, str],
             spare, why = (0, None) if places[type(module), leaf] else (buffer.numel(), NO_PLACE)
         params.append(ParamMeta(name, layer_of(name), dtype_name(buffer.dtype), tuple(buffer.shape), spare, why, buffer=True))
     reload_only = {layer_of(name): reason for name, reason in watcher.opaque.items()}
-    computed = {name: sorted(regions, key=Region.__repr__) for name, regions in watcher.computed.items()}
+    computed, feeds = _read_by(watcher.made_from)
     unnoticed = sorted(layout.unnoticed())
     for param in params:
         if param.layer in unnoticed and (why := _no_copies(watcher, param)):
             text = f"{param.name}: {why}, and the loader writes past what the engine's reload session looks at"
             raise PlanError(text, next_step=UNNOTICED)
     overwritten = sorted(watcher.overwritten)
-    feeds = {name: sorted(layers) for name, layers in watcher.feeds.items()}
     return WorkerPlan(params, watcher.routes, reload_only, sorted(watcher.opaque), computed, feeds, unnoticed, overwritten)
+
+
+def _read_by(made_from: Mapping[str, Collection[Origin]]) -> tuple[dict[str, list[Region]], dict[str, list[str]]]:
+    """What is read of each tensor to compute parameters from, and the layers of these."""
+    regions: dict[str, set[Region]] = defaultdict(set)
+    layers: dict[str, set[str]] = defaultdict(set)
+    for param, origins in made_from.items():
+        for name, region in origins:
+            regions[name].add(region)
+            layers[name].add(layer_of(param))
+    return {n: sorted(some, key=Region.__repr__) for n, some in regions.items()}, {n: sorted(some) for n, some in layers.items()}
 
 
 def _no_copies(watcher: Watcher, param: ParamMeta) -> str | None:

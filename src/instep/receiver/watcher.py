@@ -7,7 +7,6 @@ other memory, which may be in use, is refused before it runs.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from instep.errors import PlanError
-from instep.plan.region import simplify
+from instep.plan.region import reshaped, run, simplify, whole
 from instep.protocol import Region, Route
 from instep.receiver.layout import Layout
 
@@ -28,6 +27,7 @@ COMPUTED = ("", Region(0, (), ()))  # a scalar that is no element of a checkpoin
 SAME_ELEMENTS = (aten.clone.default, aten._to_copy.default, aten.contiguous.default)
 COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 NEW = (aten.lift_fresh.default, aten.lift.default)  # of memory that was filled unseen, as `torch.tensor` does
+LATE = "#"  # of a name that is not known yet
 LIVE = (
     "no engine was touched, and no other source helps: the loader of this model changes memory that the engine generates "
     "from. Start the engine from each checkpoint anew, or have the loader write to parameters and buffers of the model"
@@ -64,8 +64,7 @@ class Watcher(TorchDispatchMode):
         self.routes: list[Route] = []
         self.constants: set[str] = set()  # filled, in part at least, with a number that is not zero
         self.opaque: dict[str, str] = {}
-        self.computed: dict[str, set[Region]] = defaultdict(set)
-        self.feeds: dict[str, set[str]] = defaultdict(set)
+        self.made_from: dict[str, set[Origin]] = defaultdict(set)  # what opaque parameters are computed from
         self.overwritten: set[str] = set()
         self.refused: PlanError | None = None
 
@@ -77,6 +76,8 @@ class Watcher(TorchDispatchMode):
         written = list(_written(func, args, kwargs)) if func._schema.is_mutable else []
         for tensor in written:
             self._check(func, tensor)
+        if written and any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            self._adopt(written)
         targets = [tensor for tensor in written if storage_of(tensor) in self.targets]
         if targets:
             self._write(func, targets, args, kwargs)
@@ -116,6 +117,43 @@ class Watcher(TorchDispatchMode):
         self.refused = PlanError(text, tensor=name, next_step=LIVE)
         raise self.refused
 
+    def _adopt(self, written: list[torch.Tensor]) -> None:
+        """Memory of the loader's own, which takes what has no bytes: it may become a parameter's."""
+        for tensor in written:
+            storage = storage_of(tensor)
+            if not tensor.is_meta and storage not in self.targets:
+                self.alive.append(tensor)
+                self.targets[storage] = f"{LATE}{storage}"
+
+    def settle(self) -> None:
+        """To be called when the loader is done: parameters that it has made anew stand where it has put them.
+
+        Raises `PlanError` for one that the model has not had.
+        """
+        now = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters())}
+        names = {storage_of(tensor): name for name, tensor in now.items()}
+        late = {target: names.get(storage) for storage, target in self.targets.items() if target.startswith(LATE)}
+        for name, tensor in now.items():
+            held = self.params.get(name, self.buffers.get(name))
+            if held is None or storage_of(tensor) == storage_of(held) or storage_of(tensor) in self.live:
+                continue
+            (self.params if name in self.params else self.buffers)[name] = tensor.detach()
+            if name not in late.values():
+                self.targets[storage_of(tensor)] = name
+                self.layout.replaced(name)
+                if (found := self._region(tensor)) is None:
+                    self._compute(tensor, "the loader puts another tensor in its place", self._origins(tensor))
+                else:
+                    self.routes.append(Route(*found, name, reshaped(whole(tensor.shape), found[1].shape) or whole(tensor.shape)))
+        for added in {*late.values()} - {None, *self.params, *self.buffers}:
+            text = f"the engine's loader adds {added}, which the model that runs there has not"
+            raise PlanError(text, next_step=f"no engine was touched: start the engine from a checkpoint that has {added}")
+        known = {target: late.get(target, target) or "" for target in self.targets.values()}
+        self.routes = [Route(one.tensor, one.source, known[one.param], one.target) for one in self.routes if known[one.param]]
+        self.opaque = {known[target]: why for target, why in self.opaque.items() if known[target]}
+        self.constants = {known[target] for target in self.constants if known[target]}
+        self.made_from = {known[target]: made for target, made in self.made_from.items() if known[target]}
+
     def _overwrite(self, func: Any, tensor: torch.Tensor, origins: set[Origin]) -> None:
         """A checkpoint tensor, or a copy of one, is that no more."""
         storage = storage_of(tensor)
@@ -149,7 +187,10 @@ class Watcher(TorchDispatchMode):
 
     def _write(self, func: Any, targets: list[torch.Tensor], args: Any, kwargs: Any) -> None:
         for tensor in targets:
-            self.layout.wrote(tensor, copied=func in COPIES)
+            if self.targets[storage_of(tensor)].startswith(LATE):
+                self.made_of[storage_of(tensor)] |= self._origins(args, kwargs)
+            else:
+                self.layout.wrote(tensor, copied=func in COPIES)
         if func is aten._foreach_copy_.default:
             for tensor, value in zip(*args[:2], strict=True):
                 if storage_of(tensor) in self.targets:
@@ -169,10 +210,10 @@ class Watcher(TorchDispatchMode):
             self.routes.append(Route(None, None, target, where))
         elif (found := self._region(value.expand(tensor.shape))) is None:
             self._compute(tensor, "the loader computes its values on the way", self._origins(value))
-        elif (where := _shaped(where, found[1].shape)) is None:
+        elif (place := reshaped(where, found[1].shape)) is None:
             self._compute(tensor, "the loader brings its elements in another order", {found})
         else:
-            self.routes.append(Route(found[0], found[1], target, where))
+            self.routes.append(Route(found[0], found[1], target, place))
 
     def _fill(self, tensor: torch.Tensor, value: float) -> None:
         target, where = self.targets[storage_of(tensor)], _as_region(tensor)
@@ -189,9 +230,7 @@ class Watcher(TorchDispatchMode):
     def _compute(self, tensor: torch.Tensor, why: str, origins: set[Origin]) -> None:
         target = self.targets[storage_of(tensor)]
         self.opaque[target] = why
-        for name, region in origins:
-            self.computed[name].add(region)
-            self.feeds[name].add(layer_of(target))
+        self.made_from[target] |= origins
 
     _scalar: Origin | None = None
     _scalar_of: set[Origin] = set()  # noqa: RUF012
@@ -206,8 +245,8 @@ class Watcher(TorchDispatchMode):
             flat = simplify(origin)
             if flat.stride in ((), (1,)):  # a view of a copy of a contiguous run is a view of the run
                 return name, Region(origin.offset + int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-            run = _run(origin, int(tensor.storage_offset()), tensor.numel()) if tensor.is_contiguous() else None
-            return (name, run) if run else None
+            rows = run(origin, int(tensor.storage_offset()), tensor.numel()) if tensor.is_contiguous() else None
+            return (name, rows) if rows else None
         return None
 
 
@@ -239,27 +278,6 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the memory of a tensor: that of its views too, for as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _run(region: Region, start: int, count: int) -> Region | None:
-    """`count` elements of a region, in order, from one of them on: whole rows along some axis, or None."""
-    offset, shape, stride = region.offset, region.shape, region.stride
-    while shape and count < (row := math.prod(shape[1:])):  # within one row
-        offset, start, shape, stride = offset + start // row * stride[0], start % row, shape[1:], stride[1:]
-        if start + count > row:
-            return None
-    if not shape or count % row or start % row:
-        return None if shape else Region(offset, (), ())
-    return Region(offset + start // row * stride[0], (count // row, *shape[1:]), stride)
-
-
-def _shaped(region: Region, shape: tuple[int, ...]) -> Region | None:
-    """The same elements in the same order, in a shape of as many; None where they are no contiguous run."""
-    if region.shape == shape:
-        return region
-    if simplify(region).stride not in ((), (1,)):
-        return None
-    return Region(region.offset, shape, torch.empty(shape, device="meta").stride())
 
 
 def _as_region(tensor: torch.Tensor) -> Region:
