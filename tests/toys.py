@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,10 +55,31 @@ def differing(expected: nn.Module, found: nn.Module) -> list[str]:
     return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(have[name]))]
 
 
+class ToyFresh:
+    """All of a second model is loaded at once."""
+
+    def __init__(self, model: nn.Module, load: Callable[[nn.Module, str, torch.Tensor], object], finish: Callable[[Any], object]) -> None:
+        self.model, self.load, self.finish = model.requires_grad_(False), load, finish
+
+    def units(self) -> list[dict[str, str]]:
+        return [{name: name for name, _ in self.model.named_modules()}]
+
+    @contextmanager
+    def loading(self, unit: dict[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        for name, tensor in tensors:
+            self.load(self.model, name, tensor)
+        self.finish(self.model)
+        yield
+
+    def computes(self, layer: str) -> torch.Tensor:
+        return self.model.get_submodule(layer).computes()
+
+
 class ToyHost(NeverRebuilds, NoAdapters):
     """A worker of one rank. `fill(model, name, tensor)` loads one checkpoint tensor, `finish(model)` ends a reload session."""
 
     rank, world_size, device = 0, 1, "cpu"
+    software = "toy 1.2"
 
     def __init__(
         self,

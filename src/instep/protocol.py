@@ -276,7 +276,8 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
     parts: dict[str, dict[int, int]] = {}
     theirs: dict[str, int] = {}
     proved: bool = False
-    unproved: dict[str, str] = {}  # layers that the session loaded and that cannot be read back, and why
+    unproved: dict[str, str] = {}  # layers that the session loaded, of which nothing shows what it made, and why
+    compared: int = 0  # layers that the first commit has compared with the engine's initial load
 
 
 T = TypeVar("T")

@@ -19,7 +19,9 @@ class EngineReceipt:
     reload: layers that took the engine's reload session, and why.
     read_back: tensors compared bit for bit in the engine's own storage, in the worker that has least of them.
     unproved: layers of which that cannot be done, and why: the engine's own loader was given the right
-        bytes, and what it made of them is taken on trust. They are on reload.
+        bytes, and what it made of them is taken on trust.
+    compared: layers that the first push has compared with what the engine's initial load makes of them.
+    initial: seconds that it took, of `apply`; 0 in other pushes.
     """
 
     engine: str
@@ -30,13 +32,17 @@ class EngineReceipt:
     reload: dict[str, str]
     read_back: int
     unproved: dict[str, str] = field(default_factory=dict)
+    compared: int = 0
+    initial: float = 0.0
 
     @classmethod
     def of(cls, engine: str, pause: float, workers: Sequence[WorkerReceipt]) -> EngineReceipt:
         slowest = max(workers, key=lambda worker: worker.seconds["apply"])
         ways = tuple(slowest.direct), tuple(slowest.rebuilt), slowest.reload
         unproved = {layer: why for worker in workers for layer, why in worker.unproved.items()}
-        return cls(engine, pause, slowest.seconds["apply"], *ways, min(worker.read_back for worker in workers), unproved)
+        read_back, compared = min(worker.read_back for worker in workers), min(worker.compared for worker in workers)
+        initial = slowest.seconds.get("initial", 0.0)
+        return cls(engine, pause, slowest.seconds["apply"], *ways, read_back, unproved, compared, initial)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,8 @@ def test_casts_are_told_and_the_table_has_shapes_in_brackets(folder: Path) -> No
         f"expected here: {time(report.second.seconds['total'])} a push, generation paused for {time(report.second.pause)}" in captured.get()
     )
     assert "model.layers.0..1.input_layernorm.weight is rounded from float32 to bfloat16" in captured.get()
+    layers = sum(len(row.layers) for row in report.rows if row.routes)
+    assert f"reload leaves {layers} layers as its initial load makes them, bit for bit" in captured.get()
 
 
 def test_what_is_widened_is_told_apart_from_what_is_rounded(folder: Path) -> None:

@@ -67,3 +67,15 @@ def test_an_engine_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPa
     (finding,) = self_test.self_test()
     assert (finding.name, finding.level) == ("engine", "fail")
     assert "no memory left" in finding.text
+
+
+def test_what_a_reload_leaves_is_compared_with_an_initial_load() -> None:
+    def found(**told: Any) -> list[checks.Finding]:
+        engine = SimpleNamespace(**{"compared": 0, "initial": 0.0, "unproved": {}, **told})
+        return self_test.judge_reload(SimpleNamespace(engines=(engine,)))
+
+    assert found() == []
+    (finding,) = found(compared=12, initial=0.25)
+    assert (finding.level, finding.text) == ("ok", "12 layers are what an initial load makes of them, bit for bit; compared in 250 ms")
+    (finding,) = found(compared=12, unproved={"layers.0.moe": "no kernel"})
+    assert (finding.level, finding.text) == ("warn", "1 layers were not compared with an initial load: layers.0.moe (no kernel)")

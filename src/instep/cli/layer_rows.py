@@ -52,7 +52,8 @@ class Timed(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """kept: parameters that a push leaves alone, and why. casts: tensors that are rounded to another dtype, as `float32 to bfloat16`.
     widened: those that are stored in a wider one, as `bfloat16 to float32`. Equal names are drawn together in all three. why: what spoke
-    against faster transports."""
+    against faster transports. compared: how many layers the first push has compared with vLLM's initial load, in `initial` seconds.
+    unproved: those that it could not, and why."""
 
     model: str
     engine: str
@@ -66,6 +67,9 @@ class Report(msgspec.Struct, frozen=True):
     widened: dict[str, str]
     first: Timed
     second: Timed
+    compared: int = 0
+    initial: float = 0.0
+    unproved: dict[str, str] = {}
 
 
 def rows(plan: Plan, receipt: EngineReceipt) -> list[Row]:
@@ -135,7 +139,7 @@ def tables(report: Report) -> Group:
     notes = [f"{name} is kept: {why}" for name, why in report.kept.items()]
     notes += [f"{name} is rounded from {cast}: a WeightSync needs cast=True for it" for name, cast in report.casts.items()]
     notes += [f"{name} is widened from {cast}: no value changes, and no cast=True is needed" for name, cast in report.widened.items()]
-    notes = [_expected(report.first, report.second), transport, *notes]
+    notes = [_expected(report.first, report.second), transport, *_compared(report), *notes]
     parts = (Text(head), _layers(report.rows), Text(_sums(report.rows)), _pushes(report), Text("\n".join(notes)))
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
@@ -163,6 +167,12 @@ def _sums(rows: Sequence[Row]) -> str:
 def _expected(first: Timed, second: Timed) -> str:
     text = f"expected here: {time(second.seconds['total'])} a push, generation paused for {time(second.pause)} of it"
     return f"{text}; the first push {time(first.seconds['total'])}, because every layer is reloaded once"
+
+
+def _compared(report: Report) -> list[str]:
+    text = f"vLLM's reload leaves {report.compared} layers as its initial load makes them, bit for bit"
+    seen = [f"{text}: {time(report.initial)} of the first push"] if report.compared else []
+    return seen + [f"{name} is not proved beyond vLLM's loader: {why}" for name, why in report.unproved.items()]
 
 
 def _pushes(report: Report) -> Table:

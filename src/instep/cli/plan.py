@@ -106,6 +106,9 @@ def tried(name: str, folder: Path, tp: int) -> Report:
             widened=converted(sent, member.plan.widened),
             first=timed(first),
             second=timed(second),
+            compared=second.engines[0].compared,
+            initial=first.engines[0].initial,
+            unproved=alike(second.engines[0].unproved),
         )
 
 

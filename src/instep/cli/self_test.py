@@ -56,9 +56,10 @@ def push_twice(model: Any, subject: Subject) -> list[Finding]:
         with WeightSync(source=model, engines=[subject.engine], canary=PROMPT) as sync:
             receipt = sync.push(version="doctor-identity")
             identity = judge_identity(before, subject.greedy(), receipt)
+            reload = judge_reload(receipt)
             perturb(model)
             receipt = sync.push(version="doctor-step")
-            return [identity, judge_step(before, subject.greedy(), receipt)]
+            return [identity, *reload, judge_step(before, subject.greedy(), receipt)]
     except InstepError as error:
         return [Finding("push", "fail", str(error))]
 
@@ -69,6 +70,18 @@ def judge_identity(before: Answer, after: Answer, receipt: Any) -> Finding:
     gap = max(abs(a - b) for a, b in zip(before[1], after[1], strict=True))
     text = f"pushing the engine's own weights changed its outputs, log-probabilities by up to {gap:.3g}"
     return Finding("identity push", "fail", text, "report the model and the versions above")
+
+
+def judge_reload(receipt: Any) -> list[Finding]:
+    """Of the first push. Nothing to judge where the engine's reload is nothing else than its initial load. A wrong one is an error."""
+    engine = receipt.engines[0]
+    if engine.unproved:
+        layer, why = next(iter(sorted(engine.unproved.items())))
+        return [Finding("reload", "warn", f"{len(engine.unproved)} layers were not compared with an initial load: {layer} ({why})")]
+    if not engine.compared:
+        return []
+    text = f"{engine.compared} layers are what an initial load makes of them, bit for bit; compared in {1000 * engine.initial:.0f} ms"
+    return [Finding("reload", "ok", text)]
 
 
 def judge_step(before: Answer, after: Answer, receipt: Any) -> Finding:

@@ -38,8 +38,11 @@ class Place:
 class MemoryHost(NeverRebuilds):
     """One worker: a module laid out as engines lay it out, and a loader that takes checkpoint names."""
 
+    software = "the engine in memory"
+
     def __init__(self, checkpoint: Mapping[str, torch.Tensor], rank: int, tp: int) -> None:
         self.rank, self.world_size, self.device = rank, tp, "cpu"
+        self.shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in checkpoint.items()}
         self.model = nn.Module()
         self.adapters: dict[int, Mapping[str, torch.Tensor]] = {}
         self.fail_at: int | None = None
@@ -121,11 +124,33 @@ class MemoryHost(NeverRebuilds):
     def adapter(self, number: int) -> Host:
         return MemoryAdapter(self, number)
 
+    def fresh(self, fill: int) -> MemoryFresh:  # noqa: ARG002
+        return MemoryFresh(MemoryHost(self.shapes, self.rank, self.world_size))
+
     def fingerprint(self, adapter: int = 0) -> int:
         derived = [module.scale for name, module in self.model.named_modules() if name.endswith("qkv_proj")]
         tensors = [*self.model.parameters(), *derived, *(self.adapters[adapter].values() if adapter else ())]
         total: int = sum(xxhash.xxh3_64_intdigest(as_bytes(tensor).data, seed=index) for index, tensor in enumerate(tensors))
         return total & MASK
+
+
+class MemoryFresh:
+    """A second worker, all of which is loaded at once. Nothing of it is where it cannot be read."""
+
+    def __init__(self, host: MemoryHost) -> None:
+        self.host, self.model = host, host.model
+
+    def units(self) -> list[dict[str, str]]:
+        return [{name: name for name, _ in self.model.named_modules()}]
+
+    @contextmanager
+    def loading(self, unit: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:  # noqa: ARG002
+        with self.host.reload():
+            self.host.load(tensors)
+        yield
+
+    def computes(self, layer: str) -> torch.Tensor:
+        raise NotImplementedError
 
 
 class MemoryAdapter(AdapterHost):

@@ -19,7 +19,7 @@ from instep.engine.vllm_experts import check_experts_stay
 from instep.engine.vllm_layout import laid_out, never_loaded, tensors_put_back
 from instep.engine.vllm_repairs import forget_expert_kernels, let_emptied_tensors_grow, refresh_tied, remake
 from instep.protocol import Identity, Reply, Request, decode, encode
-from instep.receiver import Fill, Host
+from instep.receiver import Fill, Fresh, Host
 from instep.receiver.layout import Layout
 from instep.receiver.state import Receiver
 
@@ -159,6 +159,17 @@ class VllmHost:
         with self._context():
             made: torch.Tensor = module.quant_method.apply(module, probe, getattr(module, "bias", None))
         return made
+
+    @property
+    def software(self) -> str:
+        from vllm import __version__
+
+        return f"vLLM {__version__}"
+
+    def fresh(self, fill: int) -> Fresh:
+        from instep.engine.vllm_initial import VllmFresh
+
+        return VllmFresh(self, fill)
 
     def refresh(self) -> None:
         with self._context():

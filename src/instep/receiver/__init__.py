@@ -2,6 +2,7 @@
 
     trace.py    runs the engine's own loader over shapes (layout.py), follows what it does (watcher.py) and says where each tensor goes
     apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
+    initial.py  whether a reload session leaves what the engine's initial load makes of the same bytes, compared place by place (alike.py)
     evidence.py what an engine derives from weights: two looks at all that its modules hold (memory.py), a rehearsal between them
     rebuilt.py  layers that the engine packs, made anew from copied regions
     regions.py  what is copied and compared: parts of tensors
@@ -27,6 +28,24 @@ from instep.receiver.layout import Layout
 
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 """Writes a layer's parameters, given by their names within the layer."""
+
+
+class Fresh(Protocol):
+    """A second model of an engine's, in scratch, into which nothing was loaded. Its weights take no memory
+    until they are loaded."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    def units(self) -> Iterable[Mapping[str, str]]:
+        """Modules that are loaded together, by their names, each with its name in the live model. In order, all that both have."""
+
+    def loading(self, unit: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> AbstractContextManager[None]:
+        """Within it the modules of a unit are what the engine's initial load makes of these tensors: all that it reads for
+        them. Once for each unit. Afterwards the memory is free."""
+
+    def computes(self, layer: str) -> torch.Tensor:
+        """As `Host.computes`, of a layer that is loaded, by its name in this model."""
 
 
 class Host(Protocol):
@@ -63,6 +82,14 @@ class Host(Protocol):
     def computes(self, layer: str) -> torch.Tensor:
         """What the layer makes of a fixed input: equal for equal weights and equal derived state."""
 
+    @property
+    def software(self) -> str:
+        """The engine's software and its version, for people."""
+
+    def fresh(self, fill: int) -> Fresh | None:
+        """A second model. fill: the byte that its memory holds where nothing is loaded. None where a reload session is all that
+        there is to an initial load."""
+
     def refresh(self) -> None:
         """To be called after the last `rebuild`: layers tied to a rebuilt one follow."""
 
@@ -79,9 +106,14 @@ class Host(Protocol):
 
 
 class NeverRebuilds:
-    """The part of a `Host` that can only derive state in a reload session, and has no caches in its modules."""
+    """The part of a `Host` that can only derive state in a reload session, which is as good as an initial load, and that has
+    no caches in its modules."""
 
     always_reloads: str | None = None
+    software: str = "the engine"
+
+    def fresh(self, fill: int) -> Fresh | None:  # noqa: ARG002
+        return None
 
     def filled(self) -> Iterable[torch.Tensor]:
         return ()

@@ -21,6 +21,7 @@ from instep.protocol import Route, TensorMeta, WorkerPlan
 from instep.receiver import Host
 from instep.receiver.copies import Copies, live_tensors
 from instep.receiver.evidence import Look, Place
+from instep.receiver.initial import Compared, compare
 from instep.receiver.rebuilt import DERIVED, try_rebuilding
 from instep.receiver.regions import Tensors, copy_regions
 from instep.receiver.rehearsal import Scrambled
@@ -72,7 +73,7 @@ class Applier:
 
     unproved: layers on reload that cannot be read back, and why. comparable: those that were. read:
     tensors that the last commit read back from layers on reload. derived: places of what follows from
-    weights, by the modules that hold it.
+    weights, by the modules that hold it. compared: with the engine's initial load, in the first commit.
     """
 
     host: Host
@@ -84,6 +85,7 @@ class Applier:
     comparable: set[str] = field(default_factory=set)
     derived: dict[str, list[Place]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
+    compared: Compared | None = None
 
     def __post_init__(self) -> None:
         self.routes: dict[str, list[Route]] = defaultdict(list)
@@ -116,16 +118,34 @@ class Applier:
         if not self.reload:
             return
         rehearsed = self._rehearse(arrival, watched) if first and watched else None
+        if in_turn and rehearsed:  # with the rehearsal's weights: the version's are gone once they are loaded
+            self._compare(arrival, Scrambled(arrival.tensors_of(), self.host.device))
         self.session(tensors)
         if rehearsed:
             self._find_derived(rehearsed.look, self.look())
         if not in_turn:
+            self._compare(arrival, tensors)
             try_rebuilding(self, tensors)
         if watched and watched.compared:
             self._read_back(arrival, watched, rehearsed)
         if self.direct | self.rebuild != (self._structure.layers.keys() if self._structure else set()):
             derived = {layer: {_attribute(way) for _, way in self.derived.get(layer, ())} for layer in self.direct | self.rebuild}
             self._structure = Structure(self.host.model, derived)
+
+    def _compare(self, arrival: Arrival, tensors: Tensors) -> None:
+        """Once: later sessions are of the same code, with other weights. tensors: those that the last one was given."""
+        if self.compared is None:
+            self.compared = compare(self.host, self.plan, tensors, Scrambled(arrival.tensors_of(), self.host.device, turn=1))
+
+    def alike(self) -> int:
+        """How many layers were compared with what the engine's initial load makes of them."""
+        return len(self.compared.layers & (self.routes.keys() | self.plan.reload_only.keys())) if self.compared else 0
+
+    def trusted(self) -> dict[str, str]:
+        """Layers that are what the engine's loader made of the right bytes, which was seen in no way, and why."""
+        done = self.compared or Compared()
+        unread = {layer: why for layer, why in self.unproved.items() if layer not in done.layers}
+        return unread | {layer: why for layer, why in done.unproved.items() if layer in self.reload.keys() | self.rebuild}
 
     def stays(self) -> bool:
         """Whether what was proved holds still: the model has the same modules, and direct layers lie

@@ -14,7 +14,7 @@ import functools
 import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from enum import Enum
 from pathlib import PurePath
 from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType, SimpleNamespace
@@ -80,7 +80,7 @@ class Look:
         self._modules = {id(module): name for name, module in model.named_modules()}
         with torch._C.DisableTorchFunctionSubclass():
             for name, module in model.named_modules():
-                self._walk([(child, (name, way), (name, "")) for way, child in _of_module(module)])
+                self._walk([(child, (name, way), (name, "")) for way, child in of_module(module)])
         self.sums = self._memory.sums()
         self._alive.clear()
         self._seen.clear()
@@ -129,13 +129,13 @@ class Look:
                 continue
             self.found[place] = self._what(value)
             try:
-                children = list(self._children(value))
+                found = list(children(value, self._modules))
             except Exception:  # an object that cannot be looked into is compared as such
-                children = []
-            if children:
+                found = []
+            if found:
                 self._seen[id(value)] = place
                 self._alive.append(value)
-                left += [(child, (place[0], place[1] + way), place) for way, child in children]
+                left += [(child, (place[0], place[1] + way), place) for way, child in found]
 
     def _what(self, value: object) -> object:
         if isinstance(value, torch.Tensor):
@@ -147,13 +147,13 @@ class Look:
         if isinstance(value, np.ndarray):
             return value.dtype.str, value.shape, xxhash.xxh3_64_intdigest(np.ascontiguousarray(value).tobytes())
         if isinstance(value, CONTAINERS):
-            return (type(value).__name__, _plain(value)) if _is_plain(value) else type(value).__name__
+            return (type(value).__name__, _plain(value)) if is_plain(value) else type(value).__name__
         if isinstance(value, BOUND):
             return value.__name__  # made anew whenever it is asked for: what it is bound to counts
         return self._modules.get(id(value)) or Same(value)
 
     def _of_tensor(self, tensor: torch.Tensor) -> object:
-        if _is_wrapper(tensor) or tensor.is_meta:
+        if is_wrapper(tensor) or tensor.is_meta:
             return tensor.dtype, tuple(tensor.shape)
         if tensor.layout is not torch.strided:
             dense = tensor.to_dense()
@@ -164,35 +164,37 @@ class Look:
             return tensor.dtype, tuple(tensor.shape), tensor.stride()
         return Held(tensor.dtype, tuple(tensor.shape), tensor.stride(), self._memory.slot(tensor, found))
 
-    def _children(self, value: Any) -> Iterator[tuple[str, object]]:
-        if isinstance(value, torch.Tensor):
-            if _is_wrapper(value):
-                yield from ((f".{name}", getattr(value, name)) for name in _inner(value))
-            yield from ((f".{name}", child) for name, child in vars(value).items())
-        elif isinstance(value, CONTAINERS):
-            if not _is_plain(value):
-                yield from _items(value)
-            if type(value) not in CONTAINERS:
-                yield from ((f".{name}", child) for name, child in _attributes(value))
-        elif isinstance(value, BOUND):
-            yield from ((".__self__", value.__self__), (".__func__", getattr(value, "__func__", None)))
-        elif isinstance(value, FunctionType):
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                yield from ((f".{name}", child) for child in _content(cell))
-            yield from ((f".{name}", child) for name, child in vars(value).items())
-            yield from ((".defaults", value.__defaults__), (".keywords", value.__kwdefaults__))
-        elif isinstance(value, functools.partial):
-            yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-        elif isinstance(value, type):
-            if is_followed(value):
-                yield from ((f".{name}", child) for name, child in vars(value).items() if not name.startswith("__"))
-                yield from ((f".{base.__name__}", base) for base in value.__bases__)
-        elif id(value) not in self._modules and is_followed(value):
+
+def children(value: Any, modules: Container[int]) -> Iterator[tuple[str, object]]:
+    """What a value leads to, each with the way there. modules: ids of those at which a walk stops."""
+    if isinstance(value, torch.Tensor):
+        if is_wrapper(value):
+            yield from ((f".{name}", getattr(value, name)) for name in _inner(value))
+        yield from ((f".{name}", child) for name, child in vars(value).items())
+    elif isinstance(value, CONTAINERS):
+        if not is_plain(value):
+            yield from _items(value)
+        if type(value) not in CONTAINERS:
             yield from ((f".{name}", child) for name, child in _attributes(value))
-            yield ".__class__", type(value)
+    elif isinstance(value, BOUND):
+        yield from ((".__self__", value.__self__), (".__func__", getattr(value, "__func__", None)))
+    elif isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield from ((f".{name}", child) for child in _content(cell))
+        yield from ((f".{name}", child) for name, child in vars(value).items())
+        yield from ((".defaults", value.__defaults__), (".keywords", value.__kwdefaults__))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, type):
+        if is_followed(value):
+            yield from ((f".{name}", child) for name, child in vars(value).items() if not name.startswith("__"))
+            yield from ((f".{base.__name__}", base) for base in value.__bases__)
+    elif id(value) not in modules and is_followed(value):
+        yield from ((f".{name}", child) for name, child in _attributes(value))
+        yield ".__class__", type(value)
 
 
-def _of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
+def of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers"):
             yield from value.items()
@@ -209,7 +211,7 @@ def _items(value: Any) -> Iterator[tuple[str, object]]:
         yield from ((f"[{at}]", item) for at, item in enumerate(items))
 
 
-def _is_wrapper(tensor: Any) -> bool:
+def is_wrapper(tensor: Any) -> bool:
     """Whether a tensor is a class around other tensors, which have the memory."""
     return is_traceable_wrapper_subclass(tensor)
 
@@ -244,7 +246,7 @@ def _content(cell: Any) -> Iterator[object]:
         return
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
     return all(type(item) in PLAIN or type(item) is float for item in items)
 

@@ -22,13 +22,14 @@ class Scrambled(Mapping[str, torch.Tensor]):
     """Tensors of these names, shapes and dtypes, made when they are asked for. An alias has the values
     of what it stands for.
 
-    Numbers are from 16 to 32, in an order of their own for each tensor. Integers are zeros, which are valid as indices.
+    Numbers are from 16 to 32, in an order of their own for each tensor; in the next turn from 32 to 64. Integers are zeros,
+    which are valid as indices.
     """
 
-    def __init__(self, metas: Iterable[TensorMeta], device: str) -> None:
+    def __init__(self, metas: Iterable[TensorMeta], device: str, turn: int = 0) -> None:
         self.metas, self.device = {meta.name: meta for meta in metas}, device
         order = torch.arange(PERIOD, device=device, dtype=torch.int64) * 3001 % PERIOD
-        self._numbers = 16 + 16 * order.to(torch.float32) / PERIOD
+        self._numbers = 2**turn * (16 + 16 * order.to(torch.float32) / PERIOD)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         meta = self.metas[name]

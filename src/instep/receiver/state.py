@@ -237,7 +237,7 @@ class Receiver(Serves):
         arrival = arrive(manifest, reader, wanted.launch, self.last.wholes if self.last else ())
         if self.state == "dirty":
             applier = self.applier = self.kept.anew(applier)
-        started = time.perf_counter()
+        started, compared = time.perf_counter(), applier.compared
         self.writes()
         try:
             with torch.no_grad():
@@ -262,9 +262,11 @@ class Receiver(Serves):
         known = manifest.digests or digests
         self.wrote(Taken(request.session, manifest.version, total(known) if known else None, manifest.merged), proved=proved)
         seconds = {"arrive": arrived, "apply": applied - started, "read_back": done - applied}
+        if applier.compared is not None and applier.compared is not compared:
+            seconds["initial"] = applier.compared.seconds
         sums_told = proof.sums() if told else {}
-        found = WorkerReceipt(self.host.rank, seconds, *layers, proof.tensors, proved=proved, unproved=applier.unproved)
-        return structs.replace(found, **sums_told)
+        found = WorkerReceipt(self.host.rank, seconds, *layers, proof.tensors, proved=proved, unproved=applier.trusted())
+        return structs.replace(found, compared=applier.alike(), **sums_told)
 
     def abort(self, request: Request) -> None:
         """Forgets what this trainer prepared, and ends its lease. Safe to repeat; a dirty worker stays dirty."""

@@ -1,0 +1,150 @@
+"""What two models hold at the same places, and where the one holds something else than the other.
+
+Tensors are compared bit by bit, numbers and text as such. An object is as alike as what it leads to: which object
+it is says nothing, as no two models have the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from instep.receiver.evidence import CONTAINERS, PLAIN, children, is_plain, is_wrapper, of_module
+from instep.receiver.regions import bits
+
+ABSENT = object()
+Kind = tuple[str, str]
+"""A module's class, and the way from a module of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """layer: the live module's name. way: from there. live: what is held there. fresh: a copy of what a second model holds there.
+    registered: whether that is a parameter or a buffer."""
+
+    layer: str
+    way: str
+    kind: Kind
+    live: object
+    fresh: object
+    registered: bool
+
+
+def differences(live: nn.Module, fresh: nn.Module, unit: Mapping[str, str]) -> tuple[list[Difference], set[str]]:
+    """Where modules of `live` hold something else than those of `fresh`, and live modules of which that cannot be seen: they keep
+    something outside of PyTorch, and its address."""
+    found, hidden, stops = [], set(), _ids(live, fresh)
+    for name, known_as in unit.items():
+        one, other = live.get_submodule(known_as), fresh.get_submodule(name)
+        own = other._parameters.keys() | other._buffers.keys()
+        for way, held, value in _pairs(one, other, stops):
+            if isinstance(value, torch.ScriptObject) or (_is_address(value) and not alike(held, value)):
+                hidden.add(known_as)
+            elif _is_value(value) and not alike(held, value):
+                kind = (type(other).__qualname__, way)
+                found.append(Difference(known_as, way, kind, held, _copy(value), way in own and isinstance(value, torch.Tensor)))
+    return found, hidden
+
+
+def other_values(live: nn.Module, other: nn.Module, unit: Mapping[str, str], found: Sequence[Difference]) -> list[object]:
+    """What a third model holds at the places of differences."""
+    names = {known_as: name for name, known_as in unit.items()}
+    values: dict[tuple[str, str], object] = {}
+    stops = _ids(live, other)
+    for layer in {one.layer for one in found}:
+        pairs = _pairs(live.get_submodule(layer), other.get_submodule(names[layer]), stops)
+        wanted = {one.way for one in found if one.layer == layer}
+        values |= {(layer, way): _copy(value) for way, _, value in pairs if way in wanted}
+    return [values.get((one.layer, one.way), ABSENT) for one in found]
+
+
+def is_undetermined(one: Difference, second: object) -> bool:
+    """Whether the two differ in nothing but elements that an initial load leaves to chance. second: what another one has left there."""
+    tensors = (one.live, one.fresh, second)
+    if not all(isinstance(value, torch.Tensor) for value in tensors):
+        return False
+    live, fresh, other = (value for value in tensors if isinstance(value, torch.Tensor))
+    if not live.shape == fresh.shape == other.shape or not live.dtype == fresh.dtype == other.dtype or live.is_meta:
+        return False
+    live, fresh, other = _bits(live), _bits(fresh), _bits(other)
+    return bool(((live == fresh) | (fresh != other)).all())
+
+
+def alike(one: object, other: object) -> bool:
+    """Whether two values are the same, tensors bit by bit, however they lie in memory."""
+    if not _same_type(one, other):
+        return False
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if (one.shape, one.dtype, one.is_meta) != (other.shape, other.dtype, other.is_meta):
+            return False
+        return one.is_meta or torch.equal(_bits(one), _bits(other).to(one.device))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes()
+    return one == other or repr(one) == repr(other)  # a NaN is as it was
+
+
+def _pairs(live: nn.Module, fresh: nn.Module, stops: Container[int]) -> Iterator[tuple[str, object, object]]:
+    """Places to which `fresh` leads, with what is there in both. An object that both have is left out.
+
+    stops: ids of modules, which have places of their own.
+    """
+    seen: set[tuple[int, int]] = set()
+    alive: list[object] = []  # so that no id is given twice
+    left = list(_both(dict(of_module(live)), dict(of_module(fresh)), ""))
+    while left:
+        way, one, other = left.pop()
+        if one is other or id(other) in stops or (id(one), id(other)) in seen:
+            continue
+        seen.add((id(one), id(other)))
+        alive += [one, other]
+        yield way, one, other
+        try:
+            left += _both(dict(children(one, stops)) if _same_type(one, other) else {}, dict(children(other, stops)), way)
+        except Exception:  # one that cannot be looked into
+            continue
+
+
+def _same_type(one: object, other: object) -> bool:
+    return type(one) is type(other) or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor))
+
+
+def _both(live: Mapping[str, object], fresh: Mapping[str, object], way: str) -> Iterator[tuple[str, object, object]]:
+    return ((way + name, live.get(name, ABSENT), value) for name, value in fresh.items())
+
+
+def _ids(*models: nn.Module) -> set[int]:
+    return {id(module) for model in models for module in model.modules()}
+
+
+def _is_value(value: Any) -> bool:
+    """Whether it is compared itself. A shape without bytes says nothing."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_meta and not is_wrapper(value)
+    if isinstance(value, CONTAINERS):
+        return is_plain(value)
+    return isinstance(value, (*PLAIN, float, complex, np.generic, np.ndarray))
+
+
+def _is_address(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.int64 and not value.shape and not value.is_meta
+
+
+def _copy(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    with torch._C.DisableTorchFunctionSubclass():
+        return bits(tensor)
