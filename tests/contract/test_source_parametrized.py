@@ -127,3 +127,13 @@ def test_an_average_is_its_module(adapters: bool) -> None:
         average.update_parameters(model)
     assert_source_equals(ModuleSource(average), saved(average.module))
     assert_source_equals(ModuleSource(torch.compile(average)), saved(average.module))
+
+
+def test_an_adapter_that_peft_cannot_merge_is_refused_with_what_to_do() -> None:
+    """Its bias has no place in a layer without one. peft says the same."""
+    model = lora(llama(), target_modules=["o_proj"], lora_bias=True)
+    with pytest.raises(SourceError, match=r"peft cannot merge the adapter of model\.layers\.0\.self_attn\.o_proj") as caught:
+        list(ModuleSource(model).tensors())
+    assert "merge_and_unload" in str(caught.value)
+    with pytest.raises(NotImplementedError):
+        model.merge_and_unload()

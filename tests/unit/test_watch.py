@@ -110,6 +110,18 @@ def test_a_layer_that_a_session_widens_is_copied_and_compared_widened(transport:
     assert host.model.get_parameter("a.weight").dtype == torch.float32
 
 
+@TRANSPORTS
+def test_a_wider_engine_takes_widened_bytes(transport: Any) -> None:
+    source, host = weights(1), ToyHost(Model().float(), as_it_is)
+    with WeightSync(source, [ToyEngine(host)], transport=transport, timeout=20) as sync:
+        for version in "abc":
+            source["a.weight"].mul_(-1.5)
+            receipt = sync.push(version)
+            assert receipt.engines[0].direct == ("a", "b")
+            assert all(torch.equal(host.model.get_parameter(name), tensor.float()) for name, tensor in source.items())
+    assert receipt.nbytes == 2 * sum(tensor.nbytes for tensor in source.values())
+
+
 def derives_from_b(model: Any) -> None:
     model.b.twice = 2 * model.b.weight
 

@@ -23,6 +23,7 @@ from instep.source.names import WRAPPER_SEGMENTS
 
 AROUND = (DistributedDataParallel, DataParallel, AveragedModel)
 """Modules around a whole `module`. What else they hold, such as how often an average was updated, is none of its weights."""
+UNMERGEABLE = "no engine was touched: peft's own merge_and_unload fails in the same way. Configure an adapter that it can merge"
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -70,7 +71,7 @@ def merge(path: str, layer: Any, own: Mapping[int, torch.Tensor] | None = None) 
                 private.merge(safe_merge=False, adapter_names=None)
                 base = private.get_base_layer()
     except Exception as error:
-        raise SourceError(f"peft cannot merge the adapter of {path}: {error}", tensor=path) from error
+        raise SourceError(f"peft cannot merge the adapter of {path}: {error}", tensor=path, next_step=UNMERGEABLE) from error
     state: dict[str, torch.Tensor] = base.state_dict()
     return state
 
