@@ -146,9 +146,10 @@ def _start(context: Any, work: Work, name: str, scratch: Path, gpu: int | None, 
 def _alone(work: Work, name: str, folder: Path, gpu: int | None) -> None:
     """Leads a group of processes that can be ended together, and writes to a log."""
     os.setsid()
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    log = (folder / "log").open("w", buffering=1)
     for stream in (1, 2):
-        os.dup2(log, stream)
+        os.dup2(log.fileno(), stream)
+    sys.stdout = sys.stderr = log
     work(name, folder, gpu)
 
 
