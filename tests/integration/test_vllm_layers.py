@@ -16,6 +16,7 @@ from instep.errors import PlanError
 from instep.plan.routes import prove
 from instep.protocol import TensorMeta, WorkerPlan
 from instep.receiver.apply import Applier
+from instep.receiver.arrival import Seen
 from instep.receiver.trace import trace
 
 Load = Callable[[nn.Module, str, torch.Tensor], object]
@@ -87,7 +88,10 @@ def host_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, Load], Vllm
         model.load_weights = load_weights
         host = VllmHost.__new__(VllmHost)
         runner = SimpleNamespace(get_model=lambda: model, model_config=None)
-        host.worker, host.device, host.rank, host.world_size, host.busy = SimpleNamespace(model_runner=runner), "cpu", 0, 1, False
+        config = SimpleNamespace(parallel_config=SimpleNamespace())
+        host.worker = SimpleNamespace(model_runner=runner, vllm_config=config)
+        host.device, host.rank, host.world_size, host.busy = "cpu", 0, 1, False
+        host.views = []
         return host
 
     monkeypatch.setattr(VllmHost, "_context", context)
@@ -201,6 +205,52 @@ def test_a_weight_that_another_layer_has_emptied_is_filled_again(host_of: Callab
         host.model.layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         Applier(host, trace(host, described(tensors))).session(tensors)
         assert all(torch.equal(host.model.get_parameter(name), tensor) for name, tensor in tensors.items())
+
+
+def packing() -> Any:
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    class Packing(QuantizeMethodBase):
+        """Gives the weight other memory, as the CPU's kernels of convolutions want it."""
+
+        def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None: ...
+
+        def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise AttributeError("it is no linear layer")
+
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.unpacked = layer.weight.view(4, 6).clone()
+            layer.weight.data = layer.weight.data.flip(0)
+
+    return Packing()
+
+
+class Mixer(nn.Module):
+    """It has the convolution's weight in a buffer too, which is a view until the weight is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = Weight(4, 1, 6)
+        self.conv.quant_method = packing()
+        self.register_buffer("conv_weights", self.conv.weight.data.view(4, 6), persistent=False)
+
+
+def test_a_buffer_that_was_a_view_of_a_weight_follows_it_after_packing(host_of: Callable[..., VllmHost]) -> None:
+    host = host_of(mixer := Mixer(), through_loader)
+    host.load(version(**{"conv.weight": (4, 1, 6)}).items())
+    mixer.conv.quant_method.process_weights_after_loading(mixer.conv)
+    tensors = version(**{"conv.weight": (4, 1, 6)})
+    applier = Applier(host, trace(host, described(tensors)))
+    for _ in range(3):
+        with torch.no_grad():
+            arrival = Seen(tensors, described(tensors))
+            applier.apply(arrival)
+        raw = tensors["layer.conv.weight"]
+        assert torch.equal(mixer.conv_weights, raw.view(4, 6))
+        assert torch.equal(mixer.conv.unpacked, raw.view(4, 6))
+        assert torch.equal(mixer.conv.weight, raw.flip(0))
+        tensors = {name: tensor + 1 for name, tensor in tensors.items()}
+    assert "process_weights_after_loading" not in vars(mixer.conv.quant_method)
 
 
 def test_the_bias_of_a_padded_head_must_be_filled() -> None:

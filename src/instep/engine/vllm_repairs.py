@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from instep.engine.vllm_layout import never_loaded
 from instep.receiver import Fill
+from instep.receiver.watcher import storage_of
 
 
 def forget_expert_kernels(model: nn.Module) -> None:
@@ -49,16 +53,80 @@ class Growing(dict[str, nn.Parameter]):
         return super().items()
 
 
+class View(NamedTuple):
+    """A buffer that was a view of a layer's parameter when the model was built, and is none any more."""
+
+    buffer: torch.Tensor
+    layer: Any
+    leaf: str
+
+
+def parted_views(model: nn.Module) -> list[View]:
+    """Such buffers. vLLM does not remember them as tensors to load, since loading the parameter filled them.
+
+    Packing gives a parameter other memory. Which one it was follows from the number of elements; where
+    several have as many, none is taken.
+    """
+    found = []
+    for module in model.modules():
+        remembered = get_info(module).restore_metadata[1]
+        for name in module._non_persistent_buffers_set - remembered.keys() - {*never_loaded()}:
+            buffer = module._buffers.get(name)
+            if buffer is None or not buffer.dtype.is_floating_point:
+                continue
+            if any(storage_of(param) == storage_of(buffer) for param in module.parameters() if not param.is_meta):
+                continue
+            like = [
+                View(buffer, layer, leaf)
+                for layer in module.modules()
+                for leaf, param in get_info(layer).restore_metadata[0].items()
+                if (param.numel(), param.dtype) == (buffer.numel(), buffer.dtype)
+            ]
+            found += like if len(like) == 1 else []
+    return found
+
+
+@contextmanager
+def views_follow(views: Iterable[View]) -> Iterator[None]:
+    """Within it such buffers take what their parameter holds before vLLM packs it, as the first load filled them."""
+    methods = []
+    try:
+        for view in views:
+            if (method := getattr(view.layer, "quant_method", None)) is not None:
+                vars(method)["process_weights_after_loading"] = _first_to(view, method.process_weights_after_loading)
+                methods.append(method)
+        yield
+    finally:
+        for method in methods:
+            vars(method).pop("process_weights_after_loading", None)
+
+
+def _first_to(view: View, process: Callable[[nn.Module], object]) -> Callable[[nn.Module], object]:
+    def processed(layer: nn.Module) -> object:
+        loaded = layer._parameters.get(view.leaf)
+        if layer is view.layer and loaded is not None and loaded.numel() == view.buffer.numel():
+            view.buffer.copy_(loaded.detach().reshape(view.buffer.shape))
+        return process(layer)
+
+    return processed
+
+
+def get_info(layer: nn.Module) -> Any:
+    """What vLLM remembers of a layer for its reload."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return get_layerwise_info(layer)
+
+
 def remake(layer: Any, fill: Fill) -> None:
     """Makes a layer's tensors in the layout that its loader expects, has them filled, derives from them what
     vLLM keeps, and copies the result into the live tensors.
 
     Buffers are filled where they are. The caller puts the live tensors back.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 
-    info = get_layerwise_info(layer)
+    info = get_info(layer)
     live, buffers = dict(layer._parameters), dict(layer._buffers)
     restore_layer_on_meta(layer, info)
     layer._buffers.update({name: one for name, one in buffers.items() if one is not None and _fits(one, layer._buffers.get(name))})

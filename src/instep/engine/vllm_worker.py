@@ -17,11 +17,21 @@ import torch
 from instep.engine.vllm_changes import watch
 from instep.engine.vllm_experts import check_experts_stay
 from instep.engine.vllm_layout import laid_out, never_loaded, tensors_put_back
-from instep.engine.vllm_repairs import forget_expert_kernels, let_emptied_tensors_grow, refresh_tied, remake
+from instep.engine.vllm_repairs import (
+    View,
+    forget_expert_kernels,
+    get_info,
+    let_emptied_tensors_grow,
+    parted_views,
+    refresh_tied,
+    remake,
+    views_follow,
+)
 from instep.protocol import Identity, Reply, Request, decode, encode
 from instep.receiver import Fill, Fresh, Host
 from instep.receiver.layout import Layout
 from instep.receiver.state import Receiver
+from instep.receiver.watcher import tensors_in
 
 
 class WorkerExtension:
@@ -72,6 +82,7 @@ class VllmHost:
         self.world_size: int = worker.vllm_config.parallel_config.world_size
         self.device = str(worker.device)
         self.busy = False  # with the model's loader, for a push
+        self.views: list[View] = []  # as the last session has found them
         # Flags that a reload session leaves on the model, set here as it leaves them: they are not derived from weights.
         flag = getattr(self.model, "_do_torchao_reload", False)
         vars(self.model).update(_do_torchao_reload=flag, _original_do_torchao_reload=flag)
@@ -93,23 +104,24 @@ class VllmHost:
     @contextmanager
     def reload(self) -> Iterator[None]:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         model = self.model
+        self.views = parted_views(model)
         with ExitStack() as stack:
             stack.enter_context(self._context())
+            stack.enter_context(views_follow(self.views))
             on_failure = stack.enter_context(tensors_put_back(model.modules()))
             if self.device == "cpu":
                 forget_expert_kernels(model)
             initialize_layerwise_reload(model)
             for layer in model.modules():
-                let_emptied_tensors_grow(layer, get_layerwise_info(layer))
+                let_emptied_tensors_grow(layer, get_info(layer))
             try:
                 yield
                 finalize_layerwise_reload(model, self.worker.model_runner.model_config)
             except BaseException:
                 for layer in model.modules():  # a session cut short is forgotten, or the next one would count its tensors too
-                    get_layerwise_info(layer).reset()
+                    get_info(layer).reset()
                 raise
             on_failure.forget()
             refresh_tied(model)
@@ -142,13 +154,18 @@ class VllmHost:
     def rebuild(self, layer: str, fill: Fill) -> None:
         """What vLLM's reload does to a layer when its last tensor has arrived, without the loaders: they take twice as long as the work."""
         module: Any = self.model.get_submodule(layer)
-        with self._context(), tensors_put_back([module]):
+        views = [view for view in self.views if view.layer is module]
+        with self._context(), tensors_put_back([module]), views_follow(views):
             if self.device == "cpu":
                 forget_expert_kernels(module)
             remake(module, fill)
 
     def computes(self, layer: str) -> torch.Tensor:
         module: Any = self.model.get_submodule(layer)
+        weight = get_info(module).restore_metadata[0].get("weight")
+        if weight is not None and weight.ndim != 2:  # of a convolution, whose caller reads the tensors
+            held = [tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors_in(vars(module)) if tensor.numel()]
+            return torch.cat(held)
         width = (
             module.embedding_dim
             if hasattr(module, "embedding_dim")
