@@ -138,6 +138,17 @@ def test_phases_bring_a_version(vllm: Any, tp: int, publisher: WeightPublisher, 
     assert engine.serves(1)
 
 
+def test_workers_widen_what_the_phases_bring(newest: Any, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody tells the publisher what the engine stores."""
+    wide = {seed: {name: tensor.float() for name, tensor in attention(seed).items()} for seed in (0, 1)}
+    monkeypatch.setattr(sys.modules[__name__], "attention", wide.__getitem__)
+    engine = Engine(newest, 2, monkeypatch)
+    for version in ("v1", "v2", "v3"):
+        engine.update(publisher, version)
+        assert engine.serves(1)
+    assert all(host.model.get_parameter("model.norm.weight").dtype == torch.float32 for host in engine.hosts)
+
+
 def test_what_two_workers_refuse_is_raised_by_one(
     newest: Any, publisher: WeightPublisher, weights: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

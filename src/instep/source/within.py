@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import structs
 from torch import nn
 
-from instep.errors import SourceError
+from instep.errors import InstepError
 from instep.protocol import TensorMeta
 from instep.source.bare import unwrap
 
@@ -41,7 +41,7 @@ def modules(root: nn.Module, metadata: Callable[[nn.Module], list[TensorMeta]]) 
             kind, path = type(unwrap(child)).__name__, paths[id(child)]
             try:
                 found.append(Within(f"the {kind} in `{path}`", f"WeightSync(source=source.{path})", metadata(child)))
-            except SourceError:  # it is none that can be pushed
+            except InstepError:  # it is none that can be pushed
                 continue
         yield found
 
