@@ -70,6 +70,8 @@ def fits(param: torch.Tensor, route: Route, dtype: str) -> bool:
 def narrowed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """What was brought in `dtype` where a parameter now holds `part`; None where that is not what widening makes of anything."""
     brought = part.to(dtype)
+    if brought is part:
+        return part
     return brought if torch.equal(bits(brought.to(part.dtype)), bits(part)) else None
 
 
