@@ -11,7 +11,7 @@ from torch.multiprocessing import reductions
 from toys import bits
 
 from instep.dropin.colocate import ColocateSender
-from instep.dropin.handles import SEGMENT, mine, rebuild_ipc, share
+from instep.dropin.handles import SEGMENT, mine, of_worker, rebuild_ipc, share
 from instep.errors import PlanError, TransportError
 from instep.transport.shm import Segment
 
@@ -101,6 +101,29 @@ def test_a_device_is_found_with_and_without_its_prefix() -> None:
     assert mine({"GPU-a": 1}, "a") == 1
     with pytest.raises(PlanError, match=r"device GPU-c: there is something for GPU-a"):
         mine({"GPU-a": 1}, "GPU-c")
+
+
+HANDLE, OTHER = ("rebuild_cuda_tensor", [None, [2], [1]]), ("segment", ("name", 7))
+
+
+@pytest.mark.parametrize(
+    "handles",
+    [
+        {"GPU-a": HANDLE, "GPU-b": OTHER},
+        [{"GPU-b": OTHER}, {"GPU-a": HANDLE}],
+        [("GPU-b", OTHER), ("GPU-a", HANDLE)],
+        [OTHER, HANDLE],
+    ],
+    ids=["a mapping", "mappings", "pairs", "by rank"],
+)
+def test_handles_of_all_workers_come_in_the_forms_that_trainers_gather_them_in(handles: Any) -> None:
+    assert of_worker(handles, "GPU-a", 1) == HANDLE
+
+
+@pytest.mark.parametrize("handles", [None, [], {}, [OTHER], [{"GPU-b": OTHER}], [("GPU-b", OTHER)]])
+def test_a_worker_for_which_there_is_no_handle_says_so(handles: Any) -> None:
+    with pytest.raises(PlanError, match="nothing is meant for this worker's device GPU-a"):
+        of_worker(handles, "GPU-a", 1)
 
 
 def test_buckets_are_aligned_and_hold_every_byte(segments: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +13,10 @@ from call_by_call import fill, serves, weights
 from torch.distributed import HashStore
 from toys import Checkpoint, ToyHost, attention
 
-from instep.dropin.extension import RoundsExtension
 from instep.dropin.peers import Peers
 from instep.dropin.rounds import Rounds
 from instep.engine.memory import MemoryEngine
-from instep.errors import ApplyError, DigestMismatch, InstepError, PlanError, TransportError, VersionConflict
+from instep.errors import ApplyError, DigestMismatch, InstepError, PlanError, TransportError
 from instep.receiver.state import Receiver
 
 
@@ -127,11 +124,22 @@ def test_a_commit_that_fails_half_way_is_dirty_until_a_round_succeeds(rounds: Ro
 
 
 class TestRoundsThatEndByThemselves:
-    def test_they_end_with_the_last_tensor_in_any_order(self, rounds: Rounds, host: ToyHost) -> None:
-        for value, names in ((1.0, ["a.weight", "b.weight"]), (2.0, ["b.weight", "a.weight"])):
-            receipts = [rounds.add(name, weights(value)[name].clone, last=None) for name in names]
+    def test_they_end_with_the_last_tensor(self, rounds: Rounds, host: ToyHost) -> None:
+        for value in (1.0, 2.0):
+            receipts = [rounds.add(name, tensor.clone, last=None) for name, tensor in weights(value).items()]
             assert receipts[0] is None
             assert receipts[1] is not None
+            assert serves(host, value)
+
+    def test_in_another_order_they_end_with_the_next_name_or_request(self, rounds: Rounds, host: ToyHost) -> None:
+        """`b` could have come alone, before an update of all that has only begun."""
+        send(rounds, weights(1.0), last=None)
+        send(rounds, dict(reversed(weights(2.0).items())), last=None)
+        assert serves(host, 1.0)
+        rounds.settle()
+        assert serves(host, 2.0)
+        for value in (3.0, 4.0):
+            send(rounds, dict(reversed(weights(value).items())), last=None)
             assert serves(host, value)
 
     def test_a_name_that_comes_again_begins_the_next_round_and_says_so_once(self, rounds: Rounds, host: ToyHost) -> None:
@@ -140,10 +148,11 @@ class TestRoundsThatEndByThemselves:
             rounds.add("a.weight", weights(2.0)["a.weight"].clone, last=None)
         send(rounds, weights(3.0), last=None)  # by a trainer that begins once more from the first
         assert serves(host, 3.0)
-        rounds.add("b.weight", weights(4.0)["b.weight"].clone, last=None)
-        with pytest.raises(PlanError, match=r"a\.weight did not come"):
-            rounds.add("b.weight", weights(5.0)["b.weight"].clone, last=None)
-        rounds.add("a.weight", weights(5.0)["a.weight"].clone, last=None)  # by one that goes on
+        rounds.add("a.weight", weights(4.0)["a.weight"].clone, last=None)
+        rounds.settle()  # more is to come
+        with pytest.raises(PlanError, match=r"b\.weight did not come"):
+            rounds.add("a.weight", weights(5.0)["a.weight"].clone, last=None)
+        rounds.add("b.weight", weights(5.0)["b.weight"].clone, last=None)  # by one that goes on
         assert serves(host, 5.0)
 
     def test_a_tied_head_that_comes_after_the_end_belongs_to_the_round(self) -> None:
@@ -161,23 +170,6 @@ class TestRoundsThatEndByThemselves:
         with pytest.raises(PlanError, match=r"c\.weight"):
             send(rounds, {"c.weight": torch.ones(3), **weights(1.0)}, last=None)
         assert serves(host, 0.0)
-
-
-def test_whether_weights_changed_is_told_by_digests_that_are_known(rounds: Rounds) -> None:
-    worker: Any = SimpleNamespace(instep_rounds=rounds)
-    changed = partial(RoundsExtension.check_weights_changed, worker)
-    rounds.receiver.history.update({"one": "a", "two": "b", "one again": "a", "live": None})
-    for now, answers in {"one": (False, True, False), "two": (True, False, True), "one again": (False, True, False)}.items():
-        rounds.receiver.version = now
-        assert (changed(since="one"), changed(since="two"), changed(since="one again")) == answers
-        with pytest.raises(VersionConflict, match="only the trainer knows the digests of 'live'"):
-            changed(since="live")
-    rounds.receiver.version = "live"
-    assert changed(since="live") is False
-    with pytest.raises(VersionConflict, match="only the trainer knows the digests of 'one' and 'live'"):
-        changed(since="one")
-    with pytest.raises(VersionConflict, match="did not serve 'three'; it served one, two, one again, live"):
-        changed(since="three")
 
 
 def skipping(load: Callable[[Any], None]) -> Callable[[Any], None]:

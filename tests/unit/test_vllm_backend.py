@@ -184,16 +184,16 @@ def test_one_worker_that_fails_to_commit_makes_both_dirty(
         engine.update(publisher, "halved")
     assert engine.states() == ["dirty", "dirty"]
     for worker in engine.workers:
-        worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=0))
+        worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=0, scheduled_new_reqs=()))
         with pytest.raises(Exception, match="parts of two versions"):
-            worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=3))
+            worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=3, scheduled_new_reqs=()))
         with pytest.raises(Exception, match="parts of two versions"):
             worker.execute_dummy_batch()
         assert worker.steps == [0]
     engine.hosts[rank].fail_at = None
     engine.update(publisher, "healed")
     assert engine.serves(1)
-    engine.call("execute_model", SimpleNamespace(total_num_scheduled_tokens=3))
+    engine.call("execute_model", SimpleNamespace(total_num_scheduled_tokens=3, scheduled_new_reqs=()))
 
 
 def test_a_worker_that_gets_something_else_than_the_others_ends_the_update(

@@ -56,9 +56,15 @@ def ties(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor]) -
     return found
 
 
-def known(meta: TensorMeta, tensor: torch.Tensor, earlier: Known) -> bool:
-    """Whether these are the bytes of one of the earlier tensors of this dtype and shape."""
-    return any((other.dtype, other.shape) == (meta.dtype, meta.shape) and digest(tensor, other) == had for other, had in earlier.values())
+def of_no_use(meta: TensorMeta, tensor: torch.Tensor, earlier: Known) -> bool:
+    """Whether a tensor that no worker reads can be left out.
+
+    It has the bytes of one of the earlier tensors, or none has its dtype and shape.
+
+    A head of its own, which an engine that ties its head would drop, has those of the embedding.
+    """
+    alike = [(other, had) for other, had in earlier.values() if (other.dtype, other.shape) == (meta.dtype, meta.shape)]
+    return not alike or any(digest(tensor, other) == had for other, had in alike)
 
 
 def listed(names: Collection[str]) -> str:

@@ -53,7 +53,7 @@ class RoundsExtension(WorkerExtension):
     def instep_join(self, rank_offset: int, enter: Callable[[int], Communicator], timeout: float) -> None:
         """Takes this worker's place in a group; a round that an earlier trainer left is forgotten. enter: joins with a rank."""
         rounds = rounds_of(self)
-        rounds.begin()
+        rounds.leave()
         rounds.peers.timeout = min(timeout, DEADLINE)  # they work on the same at the same time
         leave(self)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def rounds_of(worker: Any) -> Rounds:
     if "instep_rounds" not in held:
         rounds = Rounds(receiver_for(worker), of_worker(worker, DEADLINE), cast=worker.instep_cast)
         held["instep_rounds"] = rounds
-        refuse_while(worker, rounds.together.dirty)
+        refuse_while(worker, rounds.together.dirty, rounds.settle)
     found: Rounds = held["instep_rounds"]
     return found
 

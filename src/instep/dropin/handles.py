@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -27,6 +27,8 @@ DTYPE, DEVICE, GRADIENT = 5, 6, 10
 PLAIN = (int, bool, bytes, type(None))
 SEGMENT = "segment"
 Handle = tuple[Any, Sequence[Any]]
+Handles = Mapping[str, Handle] | Sequence[Any] | None
+"""By the UUIDs of GPUs, or a list: of such mappings, of pairs (UUID, handle), or of a handle for each worker, by rank."""
 
 
 def rebuild_ipc(handle: Handle, device_id: int | None = None) -> torch.Tensor:
@@ -85,12 +87,28 @@ def share(tensor: torch.Tensor) -> Handle:
     return "rebuild_cuda_tensor", fields
 
 
-def mine(handles: dict[str, Any], device_id: str) -> Any:
+def mine(handles: Mapping[str, Any], device_id: str) -> Any:
     """What is meant for this device, whether or not its UUID is written with `GPU-`. Raises `PlanError` with those that are there."""
     for other, value in handles.items():
         if other.removeprefix("GPU-") == device_id.removeprefix("GPU-"):
             return value
     raise PlanError(f"nothing is meant for this worker's device {device_id}: there is something for {', '.join(handles) or 'nobody'}")
+
+
+def of_worker(handles: Handles, device_id: str, rank: int) -> Handle:
+    """The handle that is meant for a worker. Raises `PlanError` as `mine` does."""
+    if isinstance(handles, Mapping):
+        found: Handle = mine(handles, device_id)
+        return found
+    named: dict[str, Handle] = {}
+    for place, one in enumerate(handles or ()):
+        named |= one if isinstance(one, Mapping) else dict([one]) if _is_pair(one) else {device_id: one} if place == rank else {}
+    return mine(named, device_id)  # type: ignore[no-any-return]
+
+
+def _is_pair(one: Any) -> bool:
+    """Whether this is a GPU's UUID and a handle, and no handle."""
+    return isinstance(one[0], str) and len(one[1]) == 2 and isinstance(one[1][1], tuple | list)
 
 
 def device_id(device: torch.device) -> str:

@@ -5,7 +5,7 @@
     group = init_process_group("nccl", f"tcp://{host}:{port}", world_size=world_size, rank=0, group_name="openrlhf")
     broadcast_weights_to_vllm(model, engines, group, deepspeed_stage)
 
-Tensors wait in the workers, and the last one commits them all.
+Tensors wait in the workers, and the last one commits them all: `empty_cache=True`, `finish_update()`, or what is seen to be the last.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 from instep.dropin.answers import GRACE, call, meanwhile, settle
 from instep.dropin.communicator import DEADLINE, Communicator, dtype_of, join
 from instep.dropin.extension import RoundsExtension, Status, answer
-from instep.dropin.handles import device_id, mine, rebuild_tensor, share
+from instep.dropin.handles import Handles, device_id, of_worker, rebuild_tensor, share
 from instep.dropin.ray_group import join_with_ray
+from instep.dropin.torch_group import TorchGroup
 from instep.dropin.zero import tell_all_ranks, weights
 from instep.errors import ConfigError, TransportError
 from instep.protocol import dtype_name
@@ -33,7 +34,7 @@ logger = logging.getLogger("instep")
 
 
 class WorkerWrap(RoundsExtension):
-    """vLLM's worker with Open Instruct's methods. `finish_update()` and the last tensor (`empty_cache=True`) commit a round."""
+    """vLLM's worker with Open Instruct's methods."""
 
     def init_process_group(
         self,
@@ -57,21 +58,22 @@ class WorkerWrap(RoundsExtension):
 
         return answer(self, lambda _: self.instep_join(rank_offset, enter, timeout_minutes * 60))
 
-    def update_weight(self, name: str, dtype: str | torch.dtype, shape: Any, empty_cache: bool = False) -> Status:
-        """Receives one tensor from rank 0. empty_cache: it is the last one."""
+    def update_weight(self, name: str, dtype: str | torch.dtype, shape: Any, empty_cache: bool | None = None) -> Status:
+        """Receives one tensor from rank 0. empty_cache: whether it is the last one; left out, the end of an update is seen here."""
         return answer(self, lambda rounds: self.instep_receive(rounds, name, dtype, shape, last=empty_cache))
 
     def update_weight_cuda_ipc(
-        self, name: str, dtype: str | torch.dtype, shape: Any, ipc_handles: dict[str, Any] | None = None, empty_cache: bool = False
+        self, name: str, dtype: str | torch.dtype, shape: Any, ipc_handles: Handles = None, empty_cache: bool | None = None
     ) -> Status:
         """Copies one tensor from the trainer's memory on this GPU; the trainer may change it when this has returned.
 
-        ipc_handles: by the UUID of a GPU, what `share` or PyTorch's `reduce_tensor` made of the tensor there.
+        ipc_handles: by the UUID of a GPU, what `share` or PyTorch's `reduce_tensor` made of the tensor there; or a list: of such
+        mappings, of pairs (UUID, handle), or of one handle for each worker in the order of their ranks. empty_cache: see `update_weight`.
         """
 
         def bring() -> torch.Tensor:
             device: torch.device = self.device  # type: ignore[attr-defined]
-            handle = mine(ipc_handles or {}, device_id(device))
+            handle = of_worker(ipc_handles, device_id(device), self.rank)  # type: ignore[attr-defined]
             return rebuild_tensor(handle, dtype_of(dtype), tuple(shape), device.index).clone()
 
         return answer(self, lambda rounds: rounds.add(name, bring, last=empty_cache))
@@ -112,8 +114,10 @@ def _join(
         raise ConfigError(f"backend {backend!r} is neither nccl nor gloo")
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(f"NCCL needs a GPU, and rank {rank} is on {device}", next_step="give every rank backend='gloo'")
-    enter = join_with_ray if use_ray else join
-    return enter(host.strip("[]"), int(port), rank, world_size, device if backend == "nccl" else torch.device("cpu"), seconds, group_name)
+    device = device if backend == "nccl" else torch.device("cpu")
+    if use_ray:
+        return join_with_ray(host.strip("[]"), int(port), rank, world_size, device, seconds, group_name)
+    return TorchGroup(join(host.strip("[]"), int(port), rank, world_size, device, seconds, group_name))
 
 
 def broadcast_weights_to_vllm(

@@ -1,15 +1,21 @@
-"""A round: tensors that come one at a time, wait in host memory, and are committed as a whole (see `together.py`)."""
+"""A round: tensors that come one at a time, wait in host memory, and are committed as a whole (see `together.py`).
+
+Where a trainer does not say where its updates end, that is seen: by what the engine needs, by the order of earlier updates (`order.py`),
+by a name that comes again, at the latest when the engine begins with a new request.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 
 from instep.dropin.communicator import sum_of
-from instep.dropin.complete import known, lacking, listed, unread
+from instep.dropin.complete import lacking, listed, of_no_use, unread
+from instep.dropin.order import Order
 from instep.dropin.peers import Peers
 from instep.dropin.together import Stage, Together, as_instep
 from instep.errors import DigestMismatch, InstepError, PlanError
@@ -30,6 +36,7 @@ class Rounds:
         self.receiver, self.peers = receiver, peers
         self.together = Together(receiver, peers, cast=cast)
         self.receipt: WorkerReceipt | None = None
+        self.order = Order()
         self.number = 0
         self.begin()
 
@@ -37,10 +44,12 @@ class Rounds:
         """Forgets what came without being committed."""
         self.number += 1
         self.stage = Stage(self.number)
-        self.names: set[str] = set()
         self.fault: InstepError | None = None
         self.told = False
+        self.says = True  # the trainer says where the round ends
+        self.whole = False  # all weights have come, but the next name may show that some of them came alone
         self.arrived = self.look_at = 0
+        self.names: list[str] = []
         self.peers.forget(self.number)
 
     def add(
@@ -48,20 +57,19 @@ class Rounds:
     ) -> WorkerReceipt | None:
         """One tensor, which the round keeps. The receipt where the round ended with it.
 
-        last: whether it ends the round; None where that is to be seen from whether the engine has all that it needs.
-        digest: what the tensor's must be.
+        last: whether it ends the round; None where the trainer does not say that. digest: what the tensor's must be.
 
         A name that comes a second time begins the next round. Raises `PlanError` where the one before, which was to end by itself, was left
         incomplete; and once anything was wrong with a round whatever that was, until its end.
         """
-        left = self._left_behind(name, ends=last is not None) if name in self.names else None
-        self.names.add(name)
+        left = self._begun(name, says=last is not None) if name in self.names or self.whole else None
+        self.says = last is not None
+        self.names.append(name)
         self._try(lambda: self._keep(name, bring(), digest))
-        if last or (last is None and self._try(self._complete)):
-            return self.finish()
-        if self.fault is not None or left is not None:
+        receipt = self.finish() if last else self._end_seen() if last is None else None
+        if receipt is None and (self.fault is not None or left is not None):
             raise self.fault or left  # type: ignore[misc]
-        return None
+        return receipt
 
     def finish(self, version: str | None = None) -> WorkerReceipt:
         """Commits what has come, in every worker of the engine: all of them must be told to. Where nothing came since the last commit
@@ -71,21 +79,58 @@ class Rounds:
         """
         if not self.names and self.receipt is not None and version is None:
             return self.receipt
-        try:
-            if self.fault is not None:
-                raise self.fault
-            self.receipt = self.together.commit(self.stage, version or f"round-{self.number}")
-            return self.receipt
-        except InstepError as error:
-            logger.error("round %d: %s", self.number, error)
-            raise
-        finally:
-            self.begin()
+        if not self.says and self._alone():
+            return self._commit_alone(len(self.names), version)
+        return self._commit(version or f"round-{self.number}")
+
+    def settle(self) -> None:
+        """Commits what came of a trainer that does not say where its updates end, unless more of an update of all weights is to come.
+
+        To be called before the engine begins with new requests. What goes wrong is logged, and the engine serves what it served.
+        """
+        if not self.says and self.fault is None and (self.whole or (self._alone() and not self.order.goes_on(self.names))):
+            with suppress(InstepError):
+                self.finish()
 
     def drop(self, error: Exception) -> None:
         """Ends the round without a commit, in every worker."""
         self._fail(error)
         self.begin()
+
+    def leave(self) -> None:
+        """Another trainer comes: what this one left is forgotten, and the order in which it sends."""
+        self.begin()
+        self.order = Order()
+
+    def _alone(self) -> bool:
+        """Whether what came are some weights, to be put with those that the engine serves."""
+        return not self.whole and bool(self.order.full) and self.order.alone(self.names) == len(self.names) > 0
+
+    def _commit(self, version: str, *, alone: bool = False) -> WorkerReceipt:
+        names = self.names
+        try:
+            if self.fault is not None:
+                raise self.fault
+            self.receipt = self.together.commit(self.stage, version)
+        except InstepError as error:
+            logger.error("round %d: %s", self.number, error)
+            raise
+        finally:
+            self.begin()
+        self.order.committed(names, alone=alone)
+        return self.receipt
+
+    def _commit_alone(self, count: int, version: str | None = None) -> WorkerReceipt:
+        """The first weights of those that came, under a label that names them. All others stay as they are."""
+        stage, rest = self.stage, self.names[count:]
+        self.names = self.names[:count]
+        self.stage = stage.only(self.names, self.number)
+        self._try(lambda: self.together.complete(self.stage))
+        try:
+            return self._commit(version or f"round-{self.number} ({listed(self.names)} alone)", alone=True)
+        finally:
+            self.stage, self.names, self.says = stage.only(rest, self.number), rest, False
+            self.arrived = sum(meta.numel for meta in self.stage.metas.values())
 
     def _try(self, action: Callable[[], T]) -> T | None:
         """Where it fails, the round will not be committed, in no worker."""
@@ -101,6 +146,21 @@ class Rounds:
             self.peers.tell(f"{self.number} failed", self.fault)
             self.stage.clear()
 
+    def _begun(self, name: str, *, says: bool) -> InstepError | None:
+        """Begins a round with a name that came already, or that comes when all have. What went wrong with the one before."""
+        if says or self.says or self.fault is not None:
+            return self._left_behind(name, ends=says)
+        try:
+            if self.order.next(self.names) == name:  # some weights came alone, then an update of all began
+                self._commit_alone(self.order.alone(self.names))
+            elif self.whole or self._alone():
+                self.finish()
+            else:
+                return self._left_behind(name, ends=False)
+        except InstepError as error:
+            return error
+        return None
+
     def _left_behind(self, name: str, ends: bool) -> PlanError | None:
         """Begins a round with a name that came already. The error, unless the trainer has heard of one in the round before. ends: the
         trainer says when a round ends, and hears then what is missing."""
@@ -108,7 +168,7 @@ class Rounds:
         missing = (
             None
             if heard
-            else self._try(lambda: sorted(self.together.last.keys() - self.names) or lacking([self.together.look(self.stage)]))
+            else self._try(lambda: sorted(self.together.last.keys() - set(self.names)) or lacking([self.together.look(self.stage)]))
         )
         self.begin()
         self.told = True
@@ -131,12 +191,22 @@ class Rounds:
         self.stage.metas[name], self.stage.digests[name], self.stage.tensors[name] = meta, found, tensor.cpu()
         self.arrived += meta.numel
 
+    def _end_seen(self) -> WorkerReceipt | None:
+        """Commits the round where it is seen to be at its end."""
+        if self.fault is not None:
+            return None
+        if tuple(self.names) == self.order.part and not self.order.goes_on(self.names):
+            return self._commit_alone(len(self.names))
+        if self.order.goes_on(self.names) or not self._try(self._complete):
+            return None
+        self.whole = self.order.next(self.names) is not None
+        return None if self.whole else self.finish()
+
     def _complete(self) -> bool:
         """Whether all has come that the engine needs, as its workers see it together. A tensor brings no more elements than it has: so
         the next look is due when as many have come as are missing."""
-        before = self.together.last
-        if self.fault is not None or self.names <= before.keys():
-            return self.names == before.keys()
+        if tuple(self.names) == self.order.full:
+            return True
         if self.arrived < self.look_at:
             return False
         plan = self.together.look(self.stage)
@@ -144,10 +214,13 @@ class Rounds:
             layer, reason = next(iter(plan.reload_only.items()))
             raise PlanError(f"it cannot be seen when {layer} has all that it needs ({reason}): call finish_update() after the last tensor")
         plans = self.together.exchange(self.stage, "look", plan)
-        extra = unread(self.names, plans)
-        if len(extra) == len(self.names) and all(known(self.stage.metas[name], self.stage.tensors[name], before) for name in extra):
-            self.begin()  # it belongs to the round before: a tied head at the end of a state dict
+        stray = unread(self.names, plans)
+        if len(stray) == len(self.names) and self.order.full and all(map(self._of_no_use, stray)):
+            self.begin()  # it came after the end of the round before: a tied head at the end of a state dict
             return False
         missing = max(sum(lacking([plan]).values()) for plan in plans)
         self.look_at = self.arrived + missing
         return missing == 0
+
+    def _of_no_use(self, name: str) -> bool:
+        return of_no_use(self.stage.metas[name], self.stage.tensors[name], self.together.last)

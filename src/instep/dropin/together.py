@@ -11,7 +11,7 @@ tensor is read completely, only all of them can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -40,9 +40,11 @@ from instep.protocol import (
     encode,
     raw,
 )
+from instep.receiver.held import read_back
 from instep.receiver.state import Receiver
 from instep.receiver.ties import UNTIE
 from instep.receiver.trace import trace
+from instep.receiver.watcher import layer_of
 from instep.transport import Me, Reader
 
 T = TypeVar("T")
@@ -60,6 +62,14 @@ class Stage:
 
     def clear(self) -> None:
         self.metas, self.tensors, self.digests = {}, {}, {}
+
+    def only(self, names: Collection[str], number: int) -> Stage:
+        """Another stage, of some of these tensors."""
+        return Stage(number, some(self.metas, names), some(self.tensors, names), some(self.digests, names))
+
+
+def some(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    return {name: values[name] for name in names if name in values}
 
 
 class StageReader:
@@ -93,6 +103,11 @@ class Together:
         self.aliases: dict[str, str] = {}
         self.last: Known = {}
         """The tensors that were committed last."""
+        self.metas: dict[str, TensorMeta] = {}
+        self.served: str | None = None
+        """The version that they are of."""
+        self.kept: dict[str, torch.Tensor] = {}
+        """Those of them that cannot be read back from the layers that they are in."""
         self.halved: tuple[str | None, str] | None = None
         self.opened, receiver.open_reader = receiver.open_reader, self._open
 
@@ -108,8 +123,32 @@ class Together:
         finally:
             self.stage = Stage(0)
         self.last = {meta.name: (meta, manifest.digests[meta.name]) for meta in manifest.tensors if not meta.alias_of}
+        self.metas = {meta.name: meta for meta in manifest.tensors}
+        self.served, self.kept = version, {name: stage.tensors[name] for name in self._packed()}
         self.halved = None
         return receipt
+
+    def complete(self, stage: Stage) -> None:
+        """Adds to some tensors all others of the version that the engine serves. Raises `PlanError` where that did not come this way."""
+        if self.served is None or self.receiver.version != self.served or self.receiver.state != "serving":
+            serves = self.receiver.version or "its first weights"
+            text = f"{listed(stage.metas)} came alone, and the engine serves {serves}, which did not come this way"
+            raise PlanError(text, next_step="send all tensors of the checkpoint that the engine loads once, then some alone")
+        if strange := stage.metas.keys() - self.last.keys():
+            raise PlanError(f"{listed(strange)} came alone, and was not in the last update of all weights", tensor=min(strange))
+        assert self.receiver.applier is not None
+        rest = self.last.keys() - stage.metas.keys()
+        found = read_back(self.receiver.host, self.receiver.applier.plan, self.metas, rest - self.kept.keys())
+        for name in rest:
+            stage.metas[name], stage.digests[name] = self.last[name]
+            stage.tensors[name] = found[name] if name in found else self.kept[name]
+
+    def _packed(self) -> set[str]:
+        """Tensors of which a layer keeps something in another layout than the checkpoint's."""
+        applier = self.receiver.applier
+        assert applier is not None
+        routed = {route.tensor for route in applier.plan.routes if route.tensor and layer_of(route.param) not in applier.direct}
+        return {self.metas[name].alias_of or name for name in routed | applier.plan.computed.keys()}
 
     def dirty(self) -> str | None:
         """Why the model must not run, or None."""

@@ -8,9 +8,11 @@ from typing import Any
 from instep.errors import EngineDirty
 
 
-def refuse_while(worker: Any, dirty: Callable[[], str | None]) -> None:
+def refuse_while(worker: Any, dirty: Callable[[], str | None], before_new: Callable[[], None] = lambda: None) -> None:
     """From now on a step of the worker raises `EngineDirty` while `dirty` gives a reason. That ends the engine: better than tokens of
     two versions.
+
+    before_new: called before a step that begins with new requests.
 
     Steps without tokens go on: with one of these vLLM tells its workers which requests have ended, also of a paused engine.
     """
@@ -20,6 +22,8 @@ def refuse_while(worker: Any, dirty: Callable[[], str | None]) -> None:
             raise EngineDirty(f"rank {worker.rank} holds parts of two versions and refuses to run: {reason}")
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.scheduled_new_reqs:
+            before_new()
         if scheduler_output.total_num_scheduled_tokens:
             check()
         return run(scheduler_output, *args, **kwargs)

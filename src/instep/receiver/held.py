@@ -67,9 +67,22 @@ def _unreadable(param: ParamMeta, live: torch.Tensor | None, plan: WorkerPlan, a
 
 def _sum(meta: TensorMeta, live: torch.Tensor, routes: Sequence[Route]) -> int:
     """Of what the routes brought, everything else zero: sums of parts add up to that of the whole (see `digest.py`)."""
-    whole = torch.zeros(meta.shape, dtype=live.dtype)  # in host memory: a GPU that serves has no room for a second copy
+    whole = torch.zeros(meta.shape, dtype=live.dtype)
+    _read(whole, live, routes)
+    return partial(as_bytes(whole), seed_of(meta))
+
+
+def read_back(host: Host, plan: WorkerPlan, metas: Mapping[str, TensorMeta], names: set[str]) -> dict[str, torch.Tensor]:
+    """What a worker holds of checkpoint tensors in layers that store them as they came, in host memory: zeros where it holds nothing."""
+    live = dict(live_tensors(host.model))
+    found = {name: torch.zeros(metas[name].shape, dtype=getattr(torch, metas[name].dtype)) for name in names}
+    for (name, param), routes in _by_tensor(plan, metas, names).items():
+        _read(found[name], live[param], routes)
+    return found
+
+
+def _read(whole: torch.Tensor, live: torch.Tensor, routes: Sequence[Route]) -> None:
     live = live.contiguous()
     for route in routes:
         assert route.source is not None
         view(whole, route.source).copy_(view(live, route.target))
-    return partial(as_bytes(whole), seed_of(meta))

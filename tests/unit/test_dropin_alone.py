@@ -1,0 +1,82 @@
+"""Weights that come alone, of a trainer that says of no update where it ends: put with those that the engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_dropin_rounds import both, send, skipping, workers
+from toys import attention
+
+from instep.dropin.complete import listed
+from instep.dropin.peers import Peers
+from instep.dropin.rounds import Rounds
+from instep.engine.memory import MemoryEngine
+from instep.receiver.state import Receiver
+
+NAMES = tuple(attention(1))
+
+
+@pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
+def engine(request: pytest.FixtureRequest) -> MemoryEngine:
+    return MemoryEngine(attention(1), tp=request.param)
+
+
+@pytest.fixture
+def told(engine: MemoryEngine) -> Callable[[Callable[[Rounds], Any]], list[Any]]:
+    """All workers at once."""
+    pair = workers(engine) if len(engine.hosts) > 1 else [Rounds(Receiver(engine.hosts[0]), Peers(0, 1, None, 5), cast=False)]
+    return lambda action: both(pair, action)
+
+
+@pytest.mark.parametrize("names", [NAMES[1:2], NAMES[-1:], NAMES[2:5], NAMES[-1:] + NAMES[3:4]], ids=str)
+@pytest.mark.parametrize("how", ["a request", "the next update", "finish_update"])
+def test_they_are_put_with_the_others(engine: MemoryEngine, told: Any, names: tuple[str, ...], how: str) -> None:
+    told(lambda rounds: send(rounds, attention(2), last=None))
+    for seed in (3, 4):
+        some = {name: attention(seed)[name] for name in names}
+        told(lambda rounds, some=some: send(rounds, some, last=None))
+        if how == "a request":
+            told(Rounds.settle)
+        elif how == "finish_update":
+            told(Rounds.finish)
+        else:
+            told(lambda rounds, seed=seed: send(rounds, attention(seed + 3), last=None))
+        rest = attention(2) if how != "the next update" else attention(seed + 3)
+        fresh = MemoryEngine(rest | (some if how != "the next update" else {}), tp=len(engine.hosts))
+        assert engine.fingerprint() == fresh.fingerprint()
+        if how == "a request":
+            label = f"round-{seed - 1} ({listed(names)} alone)"
+            assert set(told(lambda rounds: rounds.receiver.version)) == {label}
+    for seed in (8, 9):
+        told(lambda rounds, seed=seed: send(rounds, attention(seed), last=None))
+        assert engine.fingerprint() == MemoryEngine(attention(seed), tp=len(engine.hosts)).fingerprint()
+
+
+def test_all_but_a_frozen_one_end_by_themselves_from_the_second_time_on(engine: MemoryEngine, told: Any) -> None:
+    told(lambda rounds: send(rounds, attention(2), last=None))
+    frozen = {NAMES[0]: attention(2)[NAMES[0]]}
+    for seed in (3, 4, 5):
+        some = {name: attention(seed)[name] for name in NAMES[1:]}
+        told(lambda rounds, some=some: send(rounds, some, last=None))
+        if seed == 3:
+            told(Rounds.settle)
+        assert engine.fingerprint() == MemoryEngine({**attention(seed), **frozen}, tp=len(engine.hosts)).fingerprint()
+
+
+def test_nothing_is_put_with_what_came_another_way(engine: MemoryEngine, told: Any) -> None:
+    told(lambda rounds: send(rounds, attention(2), last=None))
+    told(lambda rounds: setattr(rounds.receiver, "version", "of another trainer"))
+    told(lambda rounds: send(rounds, {NAMES[1]: attention(3)[NAMES[1]]}, last=None))
+    told(Rounds.settle)
+    assert engine.fingerprint() == MemoryEngine(attention(2), tp=len(engine.hosts)).fingerprint()
+
+
+def test_what_no_worker_reads_is_left_out(engine: MemoryEngine, told: Any) -> None:
+    for host in engine.hosts:
+        host.load = skipping(host.load)  # type: ignore[method-assign]
+    for seed in (2, 3):
+        told(lambda rounds, seed=seed: send(rounds, {**attention(seed), "lm_head.inv_freq": torch.rand(7)}, last=None))
+        assert engine.fingerprint() == MemoryEngine(attention(seed), tp=len(engine.hosts)).fingerprint()
