@@ -253,6 +253,18 @@ def test_a_buffer_that_was_a_view_of_a_weight_follows_it_after_packing(host_of: 
     assert "process_weights_after_loading" not in vars(mixer.conv.quant_method)
 
 
+def test_a_layer_is_tried_with_numbers_of_its_weight_s_dtype(host_of: Callable[..., VllmHost]) -> None:
+    """Kernels that pack a float32 router read what they are given as float32, whatever the model's dtype is."""
+    host = host_of(layer := Layer(), through_loader)
+    host.worker.vllm_config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    given = list[torch.Tensor]()
+    layer.input_size = 6
+    layer.quant_method = SimpleNamespace(apply=lambda _, x, bias: given.extend((x, bias)) or x)
+    host.computes("layer")
+    assert given[0].dtype is torch.float32
+    assert given[1] is layer.bias
+
+
 def test_the_bias_of_a_padded_head_must_be_filled() -> None:
     head = nn.Module()
     head.weight, head.bias = nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.zeros(8))

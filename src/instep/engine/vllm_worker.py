@@ -31,7 +31,6 @@ from instep.protocol import Identity, Reply, Request, decode, encode
 from instep.receiver import Fill, Fresh, Host
 from instep.receiver.layout import Layout
 from instep.receiver.state import Receiver
-from instep.receiver.watcher import tensors_in
 
 
 class WorkerExtension:
@@ -164,14 +163,15 @@ class VllmHost:
         module: Any = self.model.get_submodule(layer)
         weight = get_info(module).restore_metadata[0].get("weight")
         if weight is not None and weight.ndim != 2:  # of a convolution, whose caller reads the tensors
-            held = [tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors_in(vars(module)) if tensor.numel()]
-            return torch.cat(held)
+            return in_bytes({**vars(module), **module._parameters, **module._buffers})
         width = (
             module.embedding_dim
             if hasattr(module, "embedding_dim")
             else getattr(module, "input_size_per_partition", None) or module.input_size
         )
         dtype = self.worker.vllm_config.model_config.dtype
+        if weight is not None and weight.dtype in (torch.float32, torch.float16, torch.bfloat16):  # kernels believe what they are given
+            dtype = weight.dtype
         probe = torch.linspace(-1, 1, 3 * width, dtype=torch.float32, device=self.device).to(dtype).view(3, width)
         with self._context():
             made: torch.Tensor = module.quant_method.apply(module, probe, getattr(module, "bias", None))
@@ -218,6 +218,12 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
     elif isinstance(nested, list | tuple | dict):
         for item in nested.values() if isinstance(nested, dict) else nested:
             yield from _tensors(item)
+
+
+def in_bytes(held: dict[str, Any]) -> torch.Tensor:
+    """All bytes of the tensors among some attributes, in the order of their names."""
+    tensors = (held[name].detach() for name in sorted(held) if isinstance(held[name], torch.Tensor) and held[name].numel())
+    return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in tensors])
 
 
 def _is_map(name: str, buffer: torch.Tensor) -> bool:
