@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_push import is_fresh
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import PlanError
@@ -37,6 +41,12 @@ class ActorCritic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.actor, self.critic = ValueHead(), nn.Linear(8, 20)
+
+
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.v_head = Model(), nn.Linear(8, 1)
 
 
 class Two(nn.Module):
@@ -92,6 +102,23 @@ def test_names_of_a_compiled_models_state_dict_are_the_models() -> None:
     with WeightSync(torch.compile(model).state_dict(), [target]) as sync:
         sync.push("v1")
     assert is_fresh(target, model.state_dict())
+
+
+@pytest.fixture
+def alone_in_its_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone_in_its_group")
+def test_a_model_in_a_sharded_wrapper_is_named_and_fits() -> None:
+    source, target = fully_shard(Wrapper(), mesh=init_device_mesh("cpu", (1,))), engine()
+    inner = advised(source, target)
+    assert inner is source.policy
+    with WeightSync(inner, [target]) as sync:
+        sync.push("v1")
+    assert is_fresh(target, {name: tensor.full_tensor() for name, tensor in inner.state_dict().items()})
 
 
 def test_where_two_fit_both_are_named() -> None:

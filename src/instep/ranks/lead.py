@@ -14,6 +14,7 @@ from instep.ranks.gather import Meeting, Stretch, lists, take_all
 from instep.ranks.run import Run
 from instep.ranks.standing import Standing
 from instep.source.sharded import Description, ShardedModule, Told
+from instep.source.within import Within
 from instep.transport import at_rest
 
 
@@ -138,6 +139,9 @@ class RankedSource:
         """Nothing is gathered a second time: every rank looks at its own."""
         self.check()
         yield from ((name, None) for name in self.runs[False].metas)
+
+    def within(self) -> Iterator[list[Within]]:
+        return self.module.within()
 
     def stamp(self) -> Hashable:
         return self.module.stamp()

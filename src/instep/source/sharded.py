@@ -7,7 +7,7 @@ brought together, one group at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +23,7 @@ from instep.source.layout import Saved
 from instep.source.skeleton import Skeleton, structure
 from instep.source.snapshot import checkpoint, read
 from instep.source.tensors import versions
+from instep.source.within import Within, below
 
 Whole = Callable[[list[str]], dict[str, torch.Tensor]]
 """Brings live tensors together, given by name. They may be written to."""
@@ -88,6 +89,10 @@ class ShardedModule:
         """Does not see changes made through `tensor.data`, which PyTorch does not count."""
         taken = self._current()
         return id(taken), versions(held.local() for held in taken.held.values())
+
+    def within(self) -> Iterator[list[Within]]:
+        """What else could be pushed, as far as names tell it: nobody else is asked."""
+        return below(self._module, self._current().description.tensors)
 
     def make(self, name: str, whole: Whole) -> dict[str, torch.Tensor]:
         """The group of made checkpoint tensors that `name` belongs to."""

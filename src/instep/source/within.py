@@ -12,6 +12,7 @@ from torch import nn
 from instep.errors import InstepError
 from instep.protocol import TensorMeta
 from instep.source.bare import unwrap
+from instep.source.names import canonical
 
 DEPTH = 3
 SHARE = 8
@@ -38,9 +39,8 @@ def modules(root: nn.Module, metadata: Callable[[nn.Module], list[TensorMeta]]) 
         level = [child for child in children if _size(child) >= least and id(child) in paths]
         found = []
         for child in level:
-            kind, path = type(unwrap(child)).__name__, paths[id(child)]
             try:
-                found.append(Within(f"the {kind} in `{path}`", f"WeightSync(source=source.{path})", metadata(child)))
+                found.append(_inside(child, paths[id(child)], metadata(child)))
             except InstepError:  # it is none that can be pushed
                 continue
         yield found
@@ -48,16 +48,34 @@ def modules(root: nn.Module, metadata: Callable[[nn.Module], list[TensorMeta]]) 
 
 def prefixed(tensors: Sequence[TensorMeta]) -> Iterator[list[Within]]:
     """Tensors whose names share a prefix, without it. Shorter prefixes come first."""
+    for level in _below(tensors):
+        yield [Within(f"the tensors below `{prefix}`, named without that", _pairs(prefix), found) for prefix, found in level.items()]
+
+
+def below(root: nn.Module, tensors: Sequence[TensorMeta]) -> Iterator[list[Within]]:
+    """As `modules`, of a root whose tensors are not to be asked for anew: those are told apart by their names."""
+    paths = {canonical(path): path for path, _ in root.named_modules()}
+    for level in _below(tensors):
+        inner = {paths[prefix[:-1]]: found for prefix, found in level.items() if prefix[:-1] in paths}
+        yield [_inside(root.get_submodule(path), path, found) for path, found in inner.items()]
+
+
+def _inside(module: nn.Module, path: str, tensors: list[TensorMeta]) -> Within:
+    return Within(f"the {type(unwrap(module)).__name__} in `{path}`", f"WeightSync(source=source.{path})", tensors)
+
+
+def _below(tensors: Sequence[TensorMeta]) -> Iterator[dict[str, list[TensorMeta]]]:
+    """By the prefixes of their names that are as long, which end with a dot: the tensors that have one, without it."""
     for depth in range(1, DEPTH + 1):
         starts = (meta.name.split(".") for meta in tensors)
         prefixes = Counter(".".join(parts[:depth]) + "." for parts in starts if len(parts) > depth)
-        yield [_without(prefix, tensors) for prefix, count in prefixes.items() if count * SHARE >= len(tensors)]
+        yield {prefix: _without(prefix, tensors) for prefix, count in prefixes.items() if count * SHARE >= len(tensors)}
 
 
-def _without(prefix: str, tensors: Sequence[TensorMeta]) -> Within:
+def _without(prefix: str, tensors: Sequence[TensorMeta]) -> list[TensorMeta]:
     kept = [meta for meta in tensors if meta.name.startswith(prefix)]
     names = {meta.name for meta in kept}
-    found = [
+    return [
         structs.replace(
             meta,
             name=meta.name.removeprefix(prefix),
@@ -65,8 +83,11 @@ def _without(prefix: str, tensors: Sequence[TensorMeta]) -> Within:
         )
         for meta in kept
     ]
+
+
+def _pairs(prefix: str) -> str:
     pairs = f"{{name.removeprefix({prefix!r}): tensor for name, tensor in source.items() if name.startswith({prefix!r})}}"
-    return Within(f"the tensors below `{prefix}`, named without that", f"WeightSync(source={pairs})", found)
+    return f"WeightSync(source={pairs})"
 
 
 def _size(module: nn.Module) -> int:
