@@ -207,6 +207,28 @@ def test_a_weight_that_another_layer_has_emptied_is_filled_again(host_of: Callab
         assert all(torch.equal(host.model.get_parameter(name), tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("order", [("weight", "scale"), ("scale", "weight")])
+def test_a_parameter_that_a_loader_registers_in_each_load_is_brought(host_of: Callable[..., VllmHost], order: tuple[str, str]) -> None:
+    """As the bias of a head. vLLM has not seen it when it took down what there is to load."""
+
+    def load(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        if name.endswith("scale"):
+            model.layer.scale = nn.Parameter(torch.empty(4), requires_grad=False)
+            model.layer.scale.data.copy_(tensor)
+        else:
+            through_loader(model, name, tensor)
+
+    shapes = {"weight": (4, 6), "scale": (4,)}
+    host, tensors = host_of(Weight(4, 6), load), version(**{name: shapes[name] for name in order})
+    host.load(tensors.items())
+    for _ in range(2):
+        tensors = {name: tensor + 1 for name, tensor in tensors.items()}
+        plan = traced(host, tensors)
+        assert {route.param for route in plan.routes} == tensors.keys()
+        Applier(host, plan).session(tensors)
+        assert all(torch.equal(host.model.get_parameter(name), tensor) for name, tensor in tensors.items())
+
+
 def packing() -> Any:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 

@@ -26,31 +26,37 @@ def forget_expert_kernels(model: nn.Module) -> None:
             method.moe_kernel = None
 
 
-def let_emptied_tensors_grow(layer: nn.Module, info: Any) -> None:
-    """Lets a layer take what a session makes for a parameter that has no elements now.
+def allow_other_tensors(layer: nn.Module, info: Any) -> None:
+    """Lets a session end for a layer whose live parameters are others than vLLM remembers. It would fail to copy.
 
-    Some layers read another layer's weight once, pack it, and leave an empty one there. The session
-    makes that weight anew and would copy it into the empty one, which cannot hold it.
+    Some layers read another layer's weight once, pack it, and leave an empty one there. Some loaders
+    register a parameter when a checkpoint turns out to have it, and do so again in each session.
     """
-    if info.kernel_tensors is not None and any(param.numel() == 0 for param in info.kernel_tensors[0].values()):
-        parameters, buffers = info.kernel_tensors
-        info.kernel_tensors = (Growing(layer, parameters), buffers)
+    if info.kernel_tensors is None:
+        return
+    parameters, buffers = info.kernel_tensors
+    if any(param.numel() == 0 or name not in layer._parameters for name, param in parameters.items()):
+        info.kernel_tensors = (Fitting(layer, parameters), buffers)
 
 
-class Growing(dict[str, nn.Parameter]):
-    """A layer's parameters before a session. An empty one is replaced, when they are gone through, by
-    what the layer has in its place by then."""
+class Fitting(dict[str, nn.Parameter]):
+    """A layer's parameters before a session, as they are gone through when it copies, and when it puts them back.
+
+    An empty one is replaced by what the layer has in its place by then, and one of which the session has made nothing is
+    not copied into.
+    """
 
     def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__(parameters)
         self.layer = layer
 
     def items(self) -> Any:
+        made = self.layer._parameters  # nothing, when they are put back
         for name, param in super().items():
-            made = self.layer._parameters.get(name)
-            if made is not None and not made.is_meta and made.numel() and not param.numel():
-                self[name] = made
-        return super().items()
+            new = made.get(name)
+            if new is not None and not new.is_meta and new.numel() and not param.numel():
+                self[name] = new
+        return [(name, param) for name, param in super().items() if name in made or not made]
 
 
 class View(NamedTuple):

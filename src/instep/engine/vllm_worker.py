@@ -19,9 +19,9 @@ from instep.engine.vllm_experts import check_experts_stay
 from instep.engine.vllm_layout import laid_out, never_loaded, tensors_put_back
 from instep.engine.vllm_repairs import (
     View,
+    allow_other_tensors,
     forget_expert_kernels,
     get_info,
-    let_emptied_tensors_grow,
     parted_views,
     refresh_tied,
     remake,
@@ -114,7 +114,7 @@ class VllmHost:
                 forget_expert_kernels(model)
             initialize_layerwise_reload(model)
             for layer in model.modules():
-                let_emptied_tensors_grow(layer, get_info(layer))
+                allow_other_tensors(layer, get_info(layer))
             try:
                 yield
                 finalize_layerwise_reload(model, self.worker.model_runner.model_config)

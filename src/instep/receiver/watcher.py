@@ -135,9 +135,12 @@ class Watcher(TorchDispatchMode):
         late = {target: names.get(storage) for storage, target in self.targets.items() if target.startswith(LATE)}
         for name, tensor in now.items():
             held = self.params.get(name, self.buffers.get(name))
-            if held is None or storage_of(tensor) == storage_of(held) or storage_of(tensor) in self.live:
+            if storage_of(tensor) in self.live or (held is not None and storage_of(tensor) == storage_of(held)):
                 continue
-            (self.params if name in self.params else self.buffers)[name] = tensor.detach()
+            if held is None and name not in self.live.values():
+                text = f"the engine's loader adds {name}, which the model that runs there has not"
+                raise PlanError(text, next_step=f"no engine was touched: start the engine from a checkpoint that has {name}")
+            (self.buffers if name in self.buffers else self.params)[name] = tensor.detach()
             if name not in late.values():
                 self.targets[storage_of(tensor)] = name
                 self.layout.replaced(name)
@@ -145,9 +148,6 @@ class Watcher(TorchDispatchMode):
                     self._compute(tensor, "the loader puts another tensor in its place", self._origins(tensor))
                 else:
                     self.routes.append(Route(*found, name, reshaped(whole(tensor.shape), found[1].shape) or whole(tensor.shape)))
-        for added in {*late.values()} - {None, *self.params, *self.buffers}:
-            text = f"the engine's loader adds {added}, which the model that runs there has not"
-            raise PlanError(text, next_step=f"no engine was touched: start the engine from a checkpoint that has {added}")
         known = {target: late.get(target, target) or "" for target in self.targets.values()}
         self.routes = [Route(one.tensor, one.source, known[one.param], one.target) for one in self.routes if known[one.param]]
         self.opaque = {known[target]: why for target, why in self.opaque.items() if known[target]}
