@@ -106,6 +106,24 @@ def test_changes_since_a_version(served: Served, group: Communicator) -> None:
     assert served.generated() == served.fresh
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_one_weight_alone_is_put_with_the_others(served: Served, group: Communicator, name: str) -> None:
+    model, other = tiny(served.family, 2), tiny(served.family, 3)
+    update(served, group, model)
+    one = dict(other.named_parameters())[name]
+    handle = served.call("update_weight", name, "bfloat16", one.shape)
+    group.broadcast(one, src=0)
+    assert all(status["ok"] for status in handle.result(60))
+    generated = served.generated()
+    assert generated != served.fresh
+    assert all(f"({name} alone)" in status["version"] for status in served.llm.collective_rpc("instep_status"))
+    update(served, group, model)
+    assert served.generated() == served.fresh
+    model.get_parameter(name).data.copy_(one)
+    update(served, group, model)
+    assert served.generated() == generated
+
+
 def test_a_trainer_in_float32_is_rounded(served: Served, group: Communicator) -> None:
     update(served, group, tiny(served.family, 3))
     update(served, group, tiny(served.family, 2).float())

@@ -39,13 +39,16 @@ def test_the_pages_own_sequence(place: Path, strategy: Any) -> None:
 
 
 def test_polling_is_true_once_for_each_version(place: Path) -> None:
-    """TorchRL's says so every time, and raises where there is nothing yet."""
+    """Where it is told how long to wait. TorchRL's never waits: it is true every time, and raises where there is nothing yet."""
     engine = MemoryEngine(OLD)
     scheme = VLLMDoubleBufferSyncScheme(str(place))
     receiver = scheme.create_receiver(engine)
     assert not receiver.poll_and_apply(0.05)
+    with pytest.raises(SourceError, match="nothing was written"):
+        receiver.poll_and_apply()
     scheme.create_sender().update_weights(NEW)
     assert [receiver.poll_and_apply(0.05) for _ in range(3)] == [True, False, False]
+    assert receiver.poll_and_apply()  # at once, since nothing is to be waited for
     assert holds(engine) == "new"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from instep.dropin.torchrl.directory import Buffer, buffer, newest, write
 from instep.dropin.torchrl.scheme import LocalPush, Scheme, Strategy
 from instep.dropin.torchrl.weights import open_weights
-from instep.errors import ConfigError
+from instep.errors import ConfigError, SourceError
 
 AGAIN = 0.05  # seconds between two looks for a new version
 
@@ -116,14 +116,20 @@ class VLLMDoubleBufferWeightReceiver:
         self._local = LocalPush(vllm_engine, scheme.settings)
         self.version: str | None = None
 
-    def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Loads the newest version if it is not loaded yet, and waits for one no longer than `timeout` seconds. False where none came.
+    def poll_and_apply(self, timeout: float | None = None) -> bool:
+        """Loads the newest version if it is not loaded yet.
 
-        Raises `SourceError` for a buffer that is not what its writer wrote, and what `WeightSync.push` raises.
+        timeout: seconds to wait for a version that is not loaded yet; False where none came. Left out, nothing is waited for: True
+        where the engine serves the newest version now, as TorchRL says it.
+
+        Raises `SourceError` where nothing was written yet and nothing is waited for, and for a buffer that is not what its writer
+        wrote. Raises what `WeightSync.push` raises.
         """
         found = self._transport.receive_weights(timeout, than=self.version)
         if found is None:
-            return False
+            if timeout is None and self.version is None:
+                raise SourceError(f"nothing was written to {self._transport.local_addr} yet")
+            return timeout is None
         try:
             self._local.push(found, found.version)
         finally:

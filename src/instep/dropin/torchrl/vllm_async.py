@@ -56,6 +56,9 @@ class AsyncVLLM(vllm_async.AsyncVLLM):  # type: ignore[misc]
         actor_class = actor_class or ray.remote(num_cpus=0, num_gpus=0)(EngineActor)
         super().__init__(engine_args, num_replicas, actor_class, enable_prefix_caching)
 
+    # TorchRL's vLLMWrapper takes a class by its name and module, and no subclass of its own.
+    __module__ = vllm_async.__name__
+
     @classmethod
     def from_pretrained(cls, *_: Any, **__: Any) -> Any:
         raise ConfigError("TorchRL's from_pretrained starts actors of its own", next_step="AsyncVLLM.launch(AsyncEngineArgs(model=...))")
