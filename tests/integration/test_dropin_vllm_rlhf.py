@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,37 +89,28 @@ def test_the_sequence_of_the_examples(served: Served, group: Communicator) -> No
     update(served, group, model)
     assert served.llm.collective_rpc("check_weights_changed") == [True] * served.workers
     assert served.generated() != served.fresh
-    for name, p in model.named_parameters():
-        p.data.copy_(originals[name])
-    statuses = update(served, group, model)
-    assert all(status["committed"] for status in statuses)
+    model.load_state_dict(originals, strict=False)
+    assert all(status["committed"] for status in update(served, group, model))
     assert served.generated() == served.fresh
     assert served.llm.collective_rpc("check_weights_changed") == [False] * served.workers
 
 
 def test_changes_since_a_version(served: Served, group: Communicator) -> None:
-    first = update(served, group, tiny(served.family, 2))[0]["version"]
-    changed = [served.llm.collective_rpc("check_weights_changed", args=(first,))]
-    for seed in (3, 2):
-        update(served, group, tiny(served.family, seed))
-        changed.append(served.llm.collective_rpc("check_weights_changed", args=(first,)))
+    changed, versions = [], list[str]()
+    for seed in (2, 3, 2):
+        versions.append(update(served, group, tiny(served.family, seed))[0]["version"])
+        changed.append(served.llm.collective_rpc("check_weights_changed", args=(versions[0],)))
     assert changed == [[answer] * served.workers for answer in (False, True, False)]
     assert served.generated() == served.fresh
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"])
-def test_one_weight_alone_is_put_with_the_others(served: Served, group: Communicator, name: str) -> None:
-    model, other = tiny(served.family, 2), tiny(served.family, 3)
+def test_one_weight_alone_is_put_with_the_others(served: Served, group: Communicator) -> None:
+    name, model = "model.layers.1.self_attn.o_proj.weight", tiny(served.family, 2)
     update(served, group, model)
-    one = dict(other.named_parameters())[name]
-    handle = served.call("update_weight", name, "bfloat16", one.shape)
-    group.broadcast(one, src=0)
-    assert all(status["ok"] for status in handle.result(60))
-    generated = served.generated()
-    assert generated != served.fresh
+    one = tiny(served.family, 3).get_parameter(name)
+    update(served, group, SimpleNamespace(named_parameters=lambda: [(name, one)]))
+    assert (generated := served.generated()) != served.fresh
     assert all(f"({name} alone)" in status["version"] for status in served.llm.collective_rpc("instep_status"))
-    update(served, group, model)
-    assert served.generated() == served.fresh
     model.get_parameter(name).data.copy_(one)
     update(served, group, model)
     assert served.generated() == generated
@@ -279,6 +271,8 @@ class TestColocated:
             for socket in sockets:
                 assert socket.poll(30_000)
                 assert "pickles are not opened" in str(socket.recv())
+                with pytest.raises(zmq.ZMQError):  # vLLM's example looks at no answer: its half ends here
+                    socket.send_pyobj([])
             assert "pickles are not opened" in error_of(taking)
         assert served.generated() == served.fresh
 

@@ -66,6 +66,15 @@ def test_all_but_a_frozen_one_end_by_themselves_from_the_second_time_on(engine: 
         assert engine.fingerprint() == MemoryEngine({**attention(seed), **frozen}, tp=len(engine.hosts)).fingerprint()
 
 
+def test_an_update_of_all_with_a_gap_is_not_some_weights_alone(engine: MemoryEngine, told: Any) -> None:
+    told(lambda rounds: send(rounds, attention(2), last=None))
+    for gap in (NAMES[2], NAMES[-1]):
+        told(lambda rounds, gap=gap: send(rounds, {name: tensor for name, tensor in attention(3).items() if name != gap}, last=None))
+        told(Rounds.settle)
+        assert engine.fingerprint() == MemoryEngine(attention(2), tp=len(engine.hosts)).fingerprint()
+        told(lambda rounds: rounds.begin())
+
+
 def test_nothing_is_put_with_what_came_another_way(engine: MemoryEngine, told: Any) -> None:
     told(lambda rounds: send(rounds, attention(2), last=None))
     told(lambda rounds: setattr(rounds.receiver, "version", "of another trainer"))

@@ -136,7 +136,7 @@ class ColocateSender:
             self._socket.send(encode(message))
         if not reached or not self._socket.poll(milliseconds):
             raise TransportError(f"the worker on {self.device_id} did not answer {type(message).__name__} within {self.timeout:g} s")
-        reply = decode(self._socket.recv(), Answer)
+        reply = decode(self._socket.recv_multipart()[0], Answer)
         if reply.fault is not None:
             raise by_name(reply.fault.kind)(f"the worker on {self.device_id}: {reply.fault.message}", tensor=reply.fault.tensor)
         return reply
@@ -255,12 +255,16 @@ def _take(rounds: Rounds, bucket: Bucket, buffer: torch.Tensor | None) -> None:
 
 
 def _refuse(socket: Any, error: Exception) -> None:
-    """Answers a trainer that waits; one that was silent is not waited for."""
+    """Answers a trainer that waits; one that was silent is not waited for.
+
+    In two parts: the trainer of vLLM's own example reads one, looks at none, and would go on for ever. Its next call fails so.
+    """
     import zmq
 
     fault = as_instep(error)
     with suppress(zmq.ZMQError):
-        socket.send(encode(Answer(Fault(type(fault).__name__, str(fault.args[0]), fault.tensor))), zmq.NOBLOCK)
+        answer = encode(Answer(Fault(type(fault).__name__, str(fault.args[0]), fault.tensor)))
+        socket.send_multipart([answer, b"refused"], zmq.NOBLOCK)
 
 
 def _settled(buffer: torch.Tensor, filled: list[FlattenedTensorMetadata]) -> list[FlattenedTensorMetadata]:

@@ -24,15 +24,21 @@ class Order:
             self.part = tuple(names)
 
     def alone(self, names: Sequence[str]) -> int:
-        """How many names came before the order of all weights began: all of them, where it did not."""
-        begins = names.index(self.full[0]) if self.full and self.full[0] in names else len(names)
+        """How many names came before the order of all weights began: all of them, where it did not.
+
+        None of them, where it began and something else came then: that is an update of all weights with a gap.
+        """
+        if not self.full or self.full[0] not in names:
+            return len(names)
+        begins = names.index(self.full[0])
         rest = tuple(names[begins:])
-        return begins if rest == self.full[: len(rest)] else len(names)
+        return begins if rest == self.full[: len(rest)] else 0
 
     def next(self, names: Sequence[str]) -> str | None:
-        """The name that goes on with the order of all weights, where `names` end with the beginning of it."""
-        count = len(names) - self.alone(names)
-        return self.full[count] if 0 < count < len(self.full) else None
+        """The name that goes on with the order of all weights, where some names came before it began."""
+        before = self.alone(names)
+        count = len(names) - before
+        return self.full[count] if before and 0 < count < len(self.full) else None
 
     def goes_on(self, names: Sequence[str]) -> bool:
         """Whether more is to come of an update like an earlier one."""
