@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -43,19 +44,30 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 @pytest.fixture(scope="session")
 def reference(checkpoints: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """What a vLLM that loads the checkpoint from disk generates for PROMPTS: (tokens, log-probabilities) each."""
-    out = tmp_path_factory.mktemp("reference") / "reference.json"
-    folders = [str(checkpoints(family, seed)) for family in FAMILIES for seed in SEEDS]
-    program = Path(__file__).parent / "reference.py"
-    done = subprocess.run(
-        [sys.executable, program, out, *folders], env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=540
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes: the folder that all share
+        folder = folder.parent
+    out = folder / "reference.json"
+    with (folder / "reference.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            loaded_from_disk(out, checkpoints)
     results = json.loads(out.read_text())
 
     def generated(family: str, seed: int, how: str = "fresh") -> list[tuple[list[int], list[float]]]:
-        return [(tokens, logprobs) for tokens, logprobs in results[str(checkpoints(family, seed))][how]]
+        return [(tokens, logprobs) for tokens, logprobs in results[f"{family}-{seed}"][how]]
 
     return generated
+
+
+def loaded_from_disk(out: Path, checkpoints: Callable[[str, int], Path]) -> None:
+    folders = [str(checkpoints(family, seed)) for family in FAMILIES for seed in SEEDS]
+    program, made = Path(__file__).parent / "reference.py", out.with_suffix(".new")
+    done = subprocess.run(
+        [sys.executable, program, made, *folders], env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    made.rename(out)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ from instep.bench.subjects import stop_vllm
 
 
 def main(out: str, *checkpoints: str) -> None:
-    """`checkpoints` come in pairs: two of each family. The first pair is of the family with a tied head."""
+    """`checkpoints` come in pairs: two of each family. The first pair is of the family with a tied head.
+    OUT has the results by the names of their folders."""
     results: dict[str, dict[str, Generated]] = {}
     for first, second in zip(checkpoints[::2], checkpoints[1::2], strict=True):
         fresh, reloaded = generated(second, then=lambda llm, folder=first: stock_reload(llm, folder))
@@ -38,7 +39,7 @@ def main(out: str, *checkpoints: str) -> None:
         results[first]["packed_fresh"] = generated(first)[0]
         results[first]["packed_stock_reload"] = generated(second, then=lambda llm: stock_reload(llm, first))[1]
         results[first]["packed_push"] = generated(second, then=lambda llm: push(llm, first))[1]
-    Path(out).write_text(json.dumps(results))
+    Path(out).write_text(json.dumps({Path(folder).name: found for folder, found in results.items()}))
 
 
 def generated(folder: str, then: Callable[[Any], None] = lambda llm: None) -> tuple[Generated, Generated]:
