@@ -75,7 +75,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if count := config.stash[LEFT_OUT]:
-        terminalreporter.write_line(f"{count} exhaustive tests were left out: `make test-all` runs them too")
+        terminalreporter.write_line(f"exhaustive tests left out: {count} (`make test-all` runs them too)")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -37,22 +37,23 @@ def push(server: Process, seed: int, version: str) -> None:
         sync.push(version)
 
 
-def test_ten_thousand_malformed_requests_over_a_socket(server: Process) -> None:
-    push(server, 2, "sound")
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_thousands_of_malformed_requests_over_a_socket(server: Process, count: int) -> None:
+    push(server, 2, f"sound-{count}")
 
     async def main() -> tuple[Counter[int], int]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
 
             async def generate() -> None:
-                assert (await http.post("/v1/completions")).raise_for_status().json()["version"] == "sound"
+                assert (await http.post("/v1/completions")).raise_for_status().json()["version"] == f"sound-{count}"
 
-            return await attack(http, TOKEN, 10_000, generate)
+            return await attack(http, TOKEN, count, generate)
 
     codes, ended = asyncio.run(main())
-    assert codes.total() == 10_000
+    assert codes.total() == count
     assert ended > 10
-    assert server.serves() == {"version": "sound", "fingerprint": str(MemoryEngine(attention(2)).fingerprint()), "paused": False}
-    push(server, 3, "sound-again")
+    assert server.serves() == {"version": f"sound-{count}", "fingerprint": str(MemoryEngine(attention(2)).fingerprint()), "paused": False}
+    push(server, 3, f"sound-again-{count}")
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)

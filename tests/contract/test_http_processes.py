@@ -113,7 +113,7 @@ def test_a_server_on_another_host_is_reached_by_this_hosts_address(
 def test_one_of_two_servers_is_killed(servers: list[Process]) -> None:
     weights = attention(1)
     dead, alive = servers
-    with WeightSync(weights, [engine(server) for server in servers], timeout=5) as sync:
+    with WeightSync(weights, [engine(server) for server in servers], timeout=20) as sync:
         sync.push("c1")
         dead.kill()
         weights.update(attention(2))
@@ -124,7 +124,7 @@ def test_one_of_two_servers_is_killed(servers: list[Process]) -> None:
         dead.start()
         sync.push("c3")
         assert [server.serves()["version"] for server in servers] == ["c3", "c3"]
-    with WeightSync(attention(3), [engine(server) for server in servers], timeout=5, require="any") as sync:
+    with WeightSync(attention(3), [engine(server) for server in servers], timeout=20, require="any") as sync:
         dead.kill()
         assert [state.serving for state in sync.push("c4").failed] == ["unknown"]
         assert alive.serves()["fingerprint"] == SEED[3]

@@ -13,6 +13,14 @@ from engines import SETTINGS
 from instep.bench.generation import PUSHED
 
 RUN = "from instep.cli import main; main()"
+SHORT = """
+import sys
+from instep.bench import generation
+
+generation.RUN, generation.EVERY = 3.0, 1.0
+generation.main(sys.argv[1:])
+"""
+"""The benchmark of actors with runs of a few seconds: enough for a push within each."""
 
 
 def test_every_way_brings_the_trainers_weights_into_vllm(tmp_path: Path) -> None:
@@ -34,7 +42,7 @@ def test_every_way_brings_the_trainers_weights_into_vllm(tmp_path: Path) -> None
 
 
 def test_an_actors_tokens_a_second_are_measured_beside_the_bare_engines(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "instep.bench.generation", "--shapes", "tiny", "--repeats", "1", "--out", tmp_path]
+    command = [sys.executable, "-c", SHORT, "--shapes", "tiny", "--repeats", "1", "--out", tmp_path]
     done = subprocess.run(command, env={**os.environ, **SETTINGS, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "cpu-generation-tiny.json").read_text())

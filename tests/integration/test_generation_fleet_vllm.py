@@ -134,21 +134,24 @@ def test_open_instructs_trainer_brings_weights_to_the_actors(fleet: Fleet) -> No
     group.close()
 
 
-def test_each_prompt_is_answered_once_with_tools_on_while_weights_are_pushed(fleet: Fleet) -> None:
-    models = {"v0": trained(10)}
+@pytest.mark.parametrize(("prompts", "pushes"), [(24, 3), pytest.param(64, 7, marks=pytest.mark.exhaustive)])
+def test_each_prompt_is_answered_once_with_tools_on_while_weights_are_pushed(fleet: Fleet, prompts: int, pushes: int) -> None:
+    """The engines hold 16 samples each, of 4 for a prompt: pushes meet samples that are under way."""
+    name = f"of-{prompts}"
+    models = {f"{name}-0": trained(10)}
     policy = trained(10)
     with WeightSync(policy, fleet.engines) as sync:
-        sync.push("v0")
-        requests = [fleet.ask(10, name, sampling={"n": 4, "seed": name}) for name in range(64)]
+        sync.push(f"{name}-0")
+        requests = [fleet.ask(prompts, number, sampling={"n": 4, "seed": number}) for number in range(prompts)]
         for request in requests:
             fleet.queues.prompts.put(request)
         found: list[GenerationResult] = []
-        for step in range(1, 8):
-            found += collect(fleet.queues.results, 8, sync, SOON)
-            models[f"v{step}"] = trained(10 + step)
-            policy.load_state_dict(models[f"v{step}"].state_dict())
-            sync.push(f"v{step}")
-        found += collect(fleet.queues.results, 64 - len(found), sync, SOON)
+        for step in range(1, 1 + pushes):
+            found += collect(fleet.queues.results, prompts // (1 + pushes), sync, SOON)
+            models[f"{name}-{step}"] = trained(10 + step)
+            policy.load_state_dict(models[f"{name}-{step}"].state_dict())
+            sync.push(f"{name}-{step}")
+        found += collect(fleet.queues.results, prompts - len(found), sync, SOON)
     once(found, [request.id for request in requests], 4)
     samples = [sample for result in found for sample in result.samples]
     assert {record.outcome for sample in samples for record in sample.tools} <= {"ok", "excess"}
@@ -164,17 +167,16 @@ def test_each_prompt_is_answered_once_with_tools_on_while_weights_are_pushed(fle
     apart = []
     for number, result in enumerate(found):  # a forward of the trainer's for one sample of each prompt
         sample = result.samples[number % 4]
-        wrong = {(versions(sample)[-1] + 1) % 8} if number % 4 == 0 else set()
-        own, others = gaps(
-            {f"v{step}": models[f"v{step}"] for step in {*versions(sample), *wrong}}, result.request.prompt_token_ids, sample
-        )
+        wrong = {(versions(sample)[-1] + 1) % (1 + pushes)} if number % 4 == 0 else set()
+        steps = {f"{name}-{step}": models[f"{name}-{step}"] for step in {*versions(sample), *wrong}}
+        own, others = gaps(steps, result.request.prompt_token_ids, sample)
         assert max(own) < CLOSE
         apart += others if wrong else []
     assert sum(apart) / len(apart) > APART
 
 
 def versions(sample: Sample) -> list[int]:
-    return [int(span.version[1:]) for span in sample.versions]
+    return [int(span.version.rpartition("-")[2]) for span in sample.versions]
 
 
 def test_an_actor_that_is_killed_loses_nothing_and_comes_back_with_the_current_weights(fleet: Fleet) -> None:
