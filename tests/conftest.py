@@ -28,6 +28,8 @@ settings.load_profile("instep")
 
 LONG_FIRST = ("integration", "sharded", "contract", "demo", "gpu", "unit")
 """Folders as two processes of pytest take them (`-n 2`): short files last, so that both end together."""
+TOGETHER = ("tests/sharded/", "tests/integration/test_http_")
+"""Files that share the ranks of their trainers; those that share a server."""
 LEFT_OUT = pytest.StashKey[int]()
 
 
@@ -43,14 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file runs in one process, as its tests share what its fixtures start; the sharded files
-    share the ranks of their trainers."""
+    """A file runs in one process, as its tests share what its fixtures start, and so do files that
+    share more."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "tests/sharded" if file.startswith("tests/sharded/") else file
+            return next((prefix for prefix in TOGETHER if file.startswith(prefix)), file)
 
     config.option.loadscopereorder = False  # the order is that of LONG_FIRST
     return ByFile(config, log)

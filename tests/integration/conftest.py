@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from engines import SETTINGS, start
+from http_server import Server
 from models import save, tiny
 
 from instep.bench.subjects import stop_vllm
@@ -82,3 +83,13 @@ def engine() -> Iterator[Callable[..., Any]]:
     yield begin
     with ThreadPoolExecutor() as together:  # vLLM takes five seconds for each
         list(together.map(stop_vllm, started))
+
+
+@pytest.fixture(scope="session")
+def server(checkpoints: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An `instep serve` that loaded "qwen3" with seed 1 from disk, for all files that start with `test_http_`."""
+    server = Server(checkpoints("qwen3", 1), tmp_path_factory.mktemp("server") / "log", load_format="auto")
+    try:
+        yield server.wait()
+    finally:
+        server.stop()

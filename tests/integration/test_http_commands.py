@@ -1,10 +1,11 @@
-"""`push`, `verify`, `status` and the metrics against a real `instep serve`."""
+"""`push`, `verify`, `status` and the metrics against a real `instep serve`, to which nobody has pushed yet: this is the first file
+with `server`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,6 @@ from http_server import TOKEN, Server
 from instep import cli
 
 Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(checkpoints("qwen3", 1), tmp_path_factory.mktemp("server") / "log", load_format="auto")
-    try:
-        yield server.wait()
-    finally:
-        server.stop()
 
 
 @pytest.fixture

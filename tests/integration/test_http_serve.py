@@ -22,7 +22,7 @@ import pytest
 import torch
 from http_server import TOKEN, Server
 from junk import attack
-from models import PROMPTS, save, tiny
+from models import PROMPTS, tiny
 from plain_tokens import trainer_logprobs
 
 from instep import WeightSync
@@ -33,16 +33,6 @@ from instep.transport import shm
 FAMILY = "qwen3"
 CLOSE = 0.25
 """Log-probabilities in bfloat16, by two programs."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    server = Server(save(tiny(FAMILY, 1), folder / "model"), folder / "log")
-    try:
-        yield server.wait()
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +68,14 @@ def serves(server: Server, model: Any, version: str) -> None:
 
 
 def test_pushes_bring_the_trainers_weights(server: Server, sync: WeightSync, model: Any) -> None:
+    """None of them is what it has from disk, or from a push by another file."""
     before = server.generate(PROMPTS[0])
-    assert before["versions"] == ["default"]
-    assert gap(before, model) > 4 * CLOSE
-    for seed in (2, 3):
+    for seed in (4, 3):
         become(model, seed)
         receipt = sync.push(f"seed-{seed}")
         serves(server, model, f"seed-{seed}")
         assert receipt.engines[0].read_back > 0
-    assert gap({**before, "prompt": PROMPTS[0]}, model) > 4 * CLOSE
+        assert gap(before, model) > 4 * CLOSE
 
 
 @pytest.mark.parametrize("transport", ["gloo", "http"])
