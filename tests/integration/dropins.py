@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -66,8 +67,12 @@ def two_ranks(program: str, folder: Path, family: str, checkpoint: Path) -> list
         with log.open("w") as file:
             command = [sys.executable, str(here / program), str(out), str(rank), *arguments]
             started.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + 500
     try:
-        codes = [process.wait(500) for process in started]
+        while None in (codes := [process.poll() for process in started]) and time.monotonic() < deadline:
+            if any(codes):  # the other rank would wait for this one
+                break
+            time.sleep(0.1)
     finally:
         for process in started:
             process.kill()

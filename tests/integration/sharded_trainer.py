@@ -1,4 +1,5 @@
-"""Run as a program, once for each rank: a sharded trainer that brings a vLLM, held by rank 0, to its weights.
+"""Run as a program, once for each rank: sharded trainers that bring a vLLM, held by rank 0, to their weights, by a `WeightSync` and with
+Open Instruct's names.
 
 python sharded_trainer.py OUT RANK PORT FAMILY CHECKPOINT
 """
@@ -15,22 +16,36 @@ from typing import Any
 import torch
 from engines import greedy, start
 from models import PROMPTS, tiny
+from zero_trainer import broadcasts
+
+from instep import WeightSync
 
 WAYS = [("fsdp2", "shm", 2), ("zero3", "gloo", 3), ("fsdp1", "shm", 2), ("fsdp2-columns", "gloo", 3), ("tp", "shm", 2), ("zero3", "shm", 3)]
 """How the trainer shards, the transport, and the seed of the weights."""
 
 
 def main(out: str, rank: int, port: int, family: str, checkpoint: str) -> None:
-    llm = start(Path(checkpoint)) if rank == 0 else None
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    llm = start(Path(checkpoint), worker_extension_cls="instep.dropin.open_instruct.WorkerWrap") if rank == 0 else None
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu"
+    )
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
     deepspeed.init_distributed("gloo")
-    from rank_models import WRAPS
-
-    from instep import WeightSync
     from instep.bench.subjects import stop_vllm
+
+    results = {"pushes": pushes(llm, family), "broadcasts": broadcasts(deepspeed, llm, family)}
+    Path(f"{out}.{rank}").write_text(json.dumps(results))
+    torch.distributed.barrier()
+    if llm is not None:
+        stop_vllm(llm)
+    os._exit(0)  # threads of Gloo may wait for each other
+
+
+def pushes(llm: Any, family: str) -> dict[str, Any]:
+    """llm: None on other ranks than the first."""
+    from rank_models import WRAPS
 
     results: dict[str, Any] = {"generated": [], "digests": []}
     for number, (wrap, transport, seed) in enumerate(WAYS):
@@ -42,11 +57,7 @@ def main(out: str, rank: int, port: int, family: str, checkpoint: str) -> None:
         if llm is not None:
             results["generated"].append(greedy(llm, PROMPTS))
         sync.close()
-    Path(f"{out}.{rank}").write_text(json.dumps(results))
-    torch.distributed.barrier()
-    if llm is not None:
-        stop_vllm(llm)
-    os._exit(0)  # threads of Gloo may wait for each other
+    return results
 
 
 if __name__ == "__main__":

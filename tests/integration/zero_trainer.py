@@ -1,20 +1,14 @@
-"""Run as a program, once for each rank: a DeepSpeed trainer that brings a vLLM, held by rank 0, to its weights with ZeRO 0 and 3.
-
-python zero_trainer.py OUT RANK PORT FAMILY CHECKPOINT
-"""
+"""What `sharded_trainer.py` does with a DeepSpeed trainer and Open Instruct's names: brings the vLLM of rank 0 to its weights with ZeRO 0,
+2 and 3."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from dropins import free_port, in_thread
-from engines import greedy, start
+from engines import greedy
 from models import PROMPTS, tiny
 
 from instep.dropin.open_instruct import broadcast_weights_to_vllm, init_process_group
@@ -23,16 +17,9 @@ WAYS = [(0, True, 2), (3, True, 3), (3, False, 2), (2, True, 3)]
 """ZeRO stage, whether the model is gathered whole, and the seed of the weights."""
 
 
-def main(out: str, rank: int, port: int, family: str, checkpoint: str) -> None:
-    llm = start(Path(checkpoint), worker_extension_cls="instep.dropin.open_instruct.WorkerWrap") if rank == 0 else None
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu"
-    )
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
-    deepspeed.init_distributed("gloo")
-    group = join(llm) if rank == 0 else None
+def broadcasts(deepspeed: Any, llm: Any, family: str) -> dict[str, Any]:
+    """llm: None on other ranks than the first."""
+    group = join(llm) if llm is not None else None
     results: dict[str, Any] = {"generated": [], "errors": []}
     for stage, whole, seed in WAYS:
         model = zero(deepspeed, tiny(family, seed), stage)
@@ -42,7 +29,7 @@ def main(out: str, rank: int, port: int, family: str, checkpoint: str) -> None:
         if stage == 3:
             results["errors"].append(failure(model, llm, group, whole))
             broadcast_weights_to_vllm(model, [llm], group, stage, whole, timeout=60)  # by the same group
-    Path(f"{out}.{rank}").write_text(json.dumps(results))
+    return results
 
 
 def join(llm: Any) -> Any:
@@ -84,7 +71,3 @@ def failure(model: Any, llm: Any, group: Any, whole: bool) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
