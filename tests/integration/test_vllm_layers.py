@@ -200,9 +200,10 @@ def test_what_vllm_s_session_would_not_notice_is_brought_all_the_same(
 
 def test_a_weight_that_another_layer_has_emptied_is_filled_again(host_of: Callable[..., VllmHost]) -> None:
     """As attention does with the projection that it absorbs: vLLM's session cannot copy into what it left."""
-    host, tensors = host_of(Layer(), through_loader), version(weight=(4, 6), bias=(4,))
+    host, tensors = host_of(layer := Layer(), through_loader), version(weight=(4, 6), bias=(4,))
+    layer.register_parameter("scale", None)
     for _ in range(2):
-        host.model.layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         Applier(host, trace(host, described(tensors))).session(tensors)
         assert all(torch.equal(host.model.get_parameter(name), tensor) for name, tensor in tensors.items())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -88,6 +89,22 @@ def test_a_loader_that_swallows_the_refusal_is_refused_all_the_same() -> None:
 
     with pytest.raises(PlanError, match="was stopped before it changed scratch"):
         trace(ToyHost(model, load), described({"w": X}))
+    assert (model.scratch == POISON).all()
+
+
+@pytest.mark.parametrize("outlet", [lambda live: live.numpy(), np.asarray, np.from_dlpack])
+def test_what_a_loader_takes_out_of_pytorch_is_a_copy(outlet: Callable[[torch.Tensor], np.ndarray]) -> None:
+    model, seen = Poisoned(), []
+
+    def load(model: Poisoned, name: str, tensor: torch.Tensor) -> None:
+        array = outlet(model.scratch)
+        seen.append(float(array[0, 0]))
+        array[:] = 0
+        model.weight.copy_(tensor)
+
+    with suppress(ValueError):  # NumPy marks what comes by dlpack as read-only
+        trace(ToyHost(model, load), described({"w": X}))
+    assert set(seen) == {POISON}
     assert (model.scratch == POISON).all()
 
 

@@ -51,7 +51,7 @@ class Fitting(dict[str, nn.Parameter]):
         self.layer = layer
 
     def items(self) -> Any:
-        made = self.layer._parameters  # nothing, when they are put back
+        made = {name: param for name, param in self.layer._parameters.items() if param is not None}  # none when they are put back
         for name, param in super().items():
             new = made.get(name)
             if new is not None and not new.is_meta and new.numel() and not param.numel():

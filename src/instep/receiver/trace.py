@@ -22,7 +22,7 @@ from instep.receiver import Host
 from instep.receiver.copies import live_tensors
 from instep.receiver.layout import Layout
 from instep.receiver.ties import check_ties, owners
-from instep.receiver.watcher import Origin, Watcher, layer_of, storage_of
+from instep.receiver.watcher import Origin, ReadOnly, Watcher, layer_of, storage_of
 
 NO_PLACE = "the engine's loader has no place for it"
 WITHOUT_BYTES = re.compile(r"\bmeta (device|tensor)|unallocated storage", re.IGNORECASE)
@@ -80,7 +80,7 @@ def _watch(host: Host, tensors: Sequence[TensorMeta], live_owner: dict[str, str]
     with _put_back(host.model), host.checkpoint_layout() as layout:
         watcher = Watcher(host.model, dict(offered), live, loading, layout)
         try:
-            with torch.no_grad(), watcher:
+            with torch.no_grad(), watcher, ReadOnly():
                 host.load(feed())
         except InstepError:
             raise
@@ -177,7 +177,7 @@ def _has_place(host: Host, live: Mapping[int, str], name: str, buffer: torch.Ten
     offered = {name: torch.empty_like(buffer, device="meta")}
     watcher = Watcher(host.model, offered, live, lambda: name, Layout())
     try:
-        with torch.no_grad(), watcher:
+        with torch.no_grad(), watcher, ReadOnly():
             host.load(iter(offered.items()))
     except Exception:
         return False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -248,6 +249,15 @@ class Watcher(TorchDispatchMode):
             rows = run(origin, int(tensor.storage_offset()), tensor.numel()) if tensor.is_contiguous() else None
             return (name, rows) if rows else None
         return None
+
+
+class ReadOnly(TorchFunctionMode):
+    """Hands out copies where a loader takes the memory of a tensor elsewhere: no operation of PyTorch writes there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__) and not args[0].is_meta:
+            args = (args[0].detach().clone(), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
