@@ -286,16 +286,3 @@ def test_a_layer_is_tried_with_numbers_of_its_weight_s_dtype(host_of: Callable[.
     host.computes("layer")
     assert given[0].dtype is torch.float32
     assert given[1] is layer.bias
-
-
-def test_the_bias_of_a_padded_head_must_be_filled() -> None:
-    head = nn.Module()
-    head.weight, head.bias = nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.zeros(8))
-    head.shard_indices = SimpleNamespace(num_org_elements=5, num_added_elements=0)
-    head.num_embeddings_per_partition, head.embedding_dim = 8, 6
-    model = nn.Module()
-    model.head = head
-    host: Any = VllmHost.__new__(VllmHost)
-    host.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
-    assert host.spare("head.weight")[0] == 18
-    assert host.spare("head.bias")[0] == 3

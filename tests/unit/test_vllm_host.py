@@ -46,3 +46,16 @@ def test_hooks_after_loading_run_within_vllms_configuration(
     monkeypatch.setattr(VllmHost, "_context", context)
     host.refresh()
     assert seen == [("head", True)]
+
+
+def test_the_bias_of_a_padded_head_must_be_filled() -> None:
+    head = nn.Module()
+    head.weight, head.bias = nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.zeros(8))
+    head.shard_indices = SimpleNamespace(num_org_elements=5, num_added_elements=0)
+    head.num_embeddings_per_partition, head.embedding_dim = 8, 6
+    model = nn.Module()
+    model.head = head
+    host: Any = VllmHost.__new__(VllmHost)
+    host.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    assert host.spare("head.weight")[0] == 18
+    assert host.spare("head.bias")[0] == 3
