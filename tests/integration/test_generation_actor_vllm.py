@@ -171,7 +171,7 @@ def test_cancelling_ends_samples_with_what_they_have_and_leaves_nothing_running(
 
 
 def test_the_actor_says_what_it_is(run: Run) -> None:
-    info, dims = run.actor.get_kv_cache_info(), run.actor.get_model_dims()
+    info, dims = run.actor.kv_cache_info(), run.actor.get_model_dims()
     assert info.max_model_len == ARGUMENTS["max_model_len"]
     assert info.tokens > 1000
     assert info.samples == 2 * ARGUMENTS["max_num_seqs"]

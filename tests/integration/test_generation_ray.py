@@ -75,7 +75,7 @@ def test_an_actor_generates_takes_weights_in_flight_and_is_missed_when_it_dies(
     prompts, results = Queue(actor_options={"num_cpus": 0}), Queue(actor_options={"num_cpus": 0})
     manager = ray.remote(num_cpus=0)(ActorManager).remote()
     (engine,) = create(checkpoints("qwen3", 1), prompt_queue=prompts, results_queue=results, actor_manager=manager, timeout=300.0)
-    assert ray.get(engine.get_kv_cache_info.remote(), timeout=SOON).samples == 16
+    assert ray.get(engine.kv_cache_info.remote(), timeout=SOON).samples == 16
     model = tiny("qwen3", 2)
     with WeightSync(model, engines=[engine], timeout=30.0) as sync:
         sync.push("v1")

@@ -13,7 +13,7 @@ from rollouts import Say, decode
 from serving import SOON, FakeServing, Fleet, wait
 
 from instep.errors import ConfigError, EngineLost, EngineTimeout, GenerationError
-from instep.generation import ExactMatch, Label, Limits, RewardConfig, TaggedParser
+from instep.generation import ExactMatch, Label, Limits, PromptId, PromptRequest, RewardConfig, TaggedParser
 from instep.generation.actor import LLMActor
 from instep.generation.manager import ActorManager
 
@@ -116,19 +116,51 @@ def test_tools_are_called_and_a_broken_verifier_costs_its_sample_alone(fleet: Fl
 
 
 @pytest.mark.parametrize("how", ["tool", "verifier", "twice"])
-def test_a_prompt_that_cannot_be_answered_is_refused_to_its_caller_and_ends_a_queue(fleet: Fleet, how: str) -> None:
-    actor = fleet.actor(FakeServing("hi", hold=1), reward_config=RewardConfig())
-    wrong = {"tool": {"tools": ("saw",)}, "verifier": {"labels": (Label("nobody", 1),)}, "twice": {}}[how]
+def test_a_prompt_that_cannot_be_answered_is_refused_to_its_caller_and_answered_with_its_error_in_a_queue(fleet: Fleet, how: str) -> None:
+    serving = FakeServing("hi", hold=1)
+    actor = fleet.actor(serving, reward_config=RewardConfig())
+    wrong, why = {"tool": ({"tools": ("saw",)}, "no tool saw"), "verifier": ({"labels": (Label("nobody", 1),)}, "no verifier nobody"),
+                  "twice": ({}, "under way already")}[how]  # fmt: skip
     if how == "twice":
         actor.submit(fleet.ask("a"))
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=why):
         actor.submit(fleet.ask("a", **wrong)).result(SOON)
+    fleet.prompts.put(fleet.ask("a", n=2, **wrong))
+    refused = fleet.results.get(timeout=SOON)
+    assert refused.request == fleet.ask("a", n=2, **wrong)
+    assert [(sample.finish_reason, sample.token_ids) for sample in refused.samples] == [("error", [])] * 2
+    assert why in refused.samples[0].error
+    assert refused.samples[0].reward.error == refused.samples[0].error
+    serving.release()
+    fleet.prompts.put(fleet.ask("b"))
+    assert fleet.results.get(timeout=SOON).samples[0].finish_reason == "stop"
     actor.check_background_threads()
-    fleet.prompts.put(fleet.ask("a", **wrong))
-    wait(lambda: actor.status().failure)
-    with pytest.raises(GenerationError, match="has failed: ConfigError"):
-        actor.check_background_threads()
-    assert [request.id.prompt for request in actor.stop()][-1] == "a"
+    assert actor.status().errors == 1
+
+
+def test_a_prompt_that_the_engine_does_not_take_is_answered_with_its_error(fleet: Fleet) -> None:
+    def says(token_ids: list[int]) -> str:
+        if token_ids[0] == 7:
+            raise ConfigError("token 7 is out of vocabulary")
+        return "hi<|end|>"
+
+    actor = fleet.actor(FakeServing(says))
+    fleet.prompts.put(PromptRequest(id=PromptId("eval", 0, "a"), prompt_token_ids=[7]))
+    assert "out of vocabulary" in fleet.evals.get(timeout=SOON).samples[0].error
+    fleet.prompts.put(fleet.ask("b"))
+    assert fleet.results.get(timeout=SOON).samples[0].finish_reason == "stop"
+    actor.check_background_threads()
+
+
+def test_results_of_prompts_that_were_refused_wait_for_room_and_are_not_lost(fleet: Fleet) -> None:
+    fleet.results.maxsize = 1
+    actor = fleet.actor(FakeServing("hi"))
+    for index in range(3):
+        fleet.prompts.put(fleet.ask(str(index), tools=("saw",)))
+    wait(lambda: actor.status().errors == 3)
+    left = actor.stop(drain=False)
+    handed = fleet.results.get(timeout=SOON).request
+    assert sorted(request.id.prompt for request in [handed, *left]) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("busy", [True, False])

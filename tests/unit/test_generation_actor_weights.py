@@ -223,6 +223,6 @@ def test_prefix_cache_and_sizes_are_to_be_had(fleet: Fleet) -> None:
     actor = fleet.actor(serving)
     assert actor.reset_prefix_cache()
     assert serving.resets == 1
-    assert actor.get_kv_cache_info().samples == 4
+    assert actor.kv_cache_info().samples == actor.get_kv_cache_info() == 4
     assert actor.get_model_dims().hidden_size == 8
     assert actor.ready()

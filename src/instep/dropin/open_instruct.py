@@ -189,3 +189,13 @@ class _Sender:
         done = [reset.result(self.timeout) for reset in resets]
         if False in done:
             logger.warning("an engine keeps its prefix cache, which is of the old weights: requests are in flight")
+
+
+def __getattr__(name: str) -> Any:
+    """Engines, their prompts and their results: imported when they are asked for, as workers do without Ray."""
+    if not name.startswith("_"):
+        from instep.dropin import open_instruct_engines
+
+        if name in open_instruct_engines.__all__:
+            return getattr(open_instruct_engines, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,18 +47,21 @@ class KVCacheInfo(Struct, frozen=True):
 
 
 class ModelDims(Struct, frozen=True):
-    """Sizes that follow from the model's configuration, for accounts of FLOPs and bytes. sliding_window: tokens, of `sliding_layers`."""
+    """Sizes that follow from the model's configuration, for accounts of FLOPs and bytes, with Open Instruct's names.
+
+    sliding_window: tokens, of `num_sliding_window_layers`.
+    """
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    num_attention_heads: int
+    num_attn_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
-    sliding_layers: int = 0
-    device: str = "cpu"
+    num_sliding_window_layers: int = 0
+    device_name: str = "cpu"
 
 
 class Serving(Protocol):

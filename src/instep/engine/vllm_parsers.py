@@ -34,8 +34,7 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
         kind = ToolParserManager.get_tool_parser(name)
         kind(tokenizer)
     except KeyError as error:
-        known = sorted({*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers})
-        raise ConfigError(f"vLLM has no tool parser {name!r}; it has {', '.join(known)}") from error
+        raise ConfigError(f"vLLM has no tool parser {name!r}; it has {', '.join(names())}") from error
     except Exception as error:  # parsers look for their tokens in the tokenizer's vocabulary
         raise ConfigError(f"vLLM's tool parser {name!r} does not suit this tokenizer: {error}") from error
     # It logs a traceback for every call that it cannot read. The model is told of it, and the sample's record has it.
@@ -57,6 +56,15 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
         return [(call.function.name, call.function.arguments) for call in calls]
 
     return extract
+
+
+def names() -> list[str]:
+    """The parsers that this vLLM has."""
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise ConfigError(f"vLLM's tool parsers cannot be imported: {error}", next_step="install vLLM 0.26 or later") from error
+    return sorted({*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers})
 
 
 def _looks_like_a_call(parser: Any, text: str) -> bool:

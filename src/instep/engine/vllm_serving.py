@@ -46,7 +46,8 @@ async def start_vllm(model: str, **arguments: Any) -> VllmServing:
 
 
 class VllmServing:
-    """A running `AsyncLLM` as `Serving`. What it refuses is a `GenerationError`; that it refuses while it is dirty, an `EngineDirty`.
+    """A running `AsyncLLM` as `Serving`. A request that it does not take is a `ConfigError`, what else goes wrong a `GenerationError`; that
+    it refuses while it is dirty, an `EngineDirty`.
 
     llm: as `start_vllm` makes it. model: the name or directory that it was started with, of which the HTTP app needs to know.
     """
@@ -63,7 +64,10 @@ class VllmServing:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+        try:
+            params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"vLLM does not take request {request_id}: {_told(error)}") from error
         prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt else {})}
         final = None
         try:
@@ -73,6 +77,8 @@ class VllmServing:
             raise
         except Exception as error:
             await self.check(error)
+            if isinstance(error, ValueError | TypeError):  # so vLLM refuses settings and tokens
+                raise ConfigError(f"vLLM does not take request {request_id}: {_told(error)}") from error
             raise GenerationError(f"vLLM did not take request {request_id}: {_told(error)}") from error
         if final is None or not final.finished:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
@@ -135,6 +141,8 @@ def _kv_cache(config: Any) -> KVCacheInfo:
 
 
 def _dims(config: Any) -> ModelDims:
+    from vllm.platforms import current_platform
+
     model, text = config.model_config, config.model_config.hf_text_config
     window, kinds = model.get_sliding_window(), getattr(text, "layer_types", None)
     layers, hidden = model.get_total_num_hidden_layers(), model.get_hidden_size()
@@ -143,12 +151,12 @@ def _dims(config: Any) -> ModelDims:
         hidden_size=hidden,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * hidden,
         vocab_size=model.get_vocab_size(),
-        num_attention_heads=text.num_attention_heads,
+        num_attn_heads=text.num_attention_heads,
         num_kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         sliding_window=window,
-        sliding_layers=0 if window is None else kinds.count("sliding_attention") if kinds else layers,
-        device=config.device_config.device_type,
+        num_sliding_window_layers=0 if window is None else kinds.count("sliding_attention") if kinds else layers,
+        device_name=current_platform.get_device_name(),
     )
 
 

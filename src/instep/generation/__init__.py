@@ -20,6 +20,8 @@ task of `answer` drops them, and closes their environments. *Errors*: what a cli
 tools and verifiers do wrong is in the records, and ends nothing. *Staleness*: `statistics.lag(sample, history)`.
 """
 
+from typing import Any
+
 from instep.generation.actor import LLMActor
 from instep.generation.budget import Limits
 from instep.generation.http_tool import HttpTool
@@ -82,3 +84,12 @@ __all__ = [
     "answer",
     "vllm_parser",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLMRayActor` is imported when it is asked for by its name: all others do without Ray."""
+    if name == "LLMRayActor":
+        from instep.generation.ray_actor import LLMRayActor
+
+        return LLMRayActor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

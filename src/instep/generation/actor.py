@@ -17,6 +17,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from instep.engine.serving import KVCacheInfo, ModelDims, Serving
@@ -24,14 +25,15 @@ from instep.errors import ConfigError, EngineTimeout
 from instep.generation.background import Background
 from instep.generation.budget import Limits
 from instep.generation.client import EngineClient
-from instep.generation.follower import CONTROL, Follower
+from instep.generation.dataset_rewards import DatasetRewards
+from instep.generation.follower import CONTROL, Follower, Update
 from instep.generation.manager import ActorStatus
 from instep.generation.parsers import Tokenizer, ToolParser
 from instep.generation.queues import Queue
 from instep.generation.rewards import RewardConfig
 from instep.generation.rollout import Harness
 from instep.generation.tools import ToolSet
-from instep.generation.types import GenerationResult, PromptId, PromptRequest
+from instep.generation.types import PromptId
 from instep.generation.work import Settings, Work
 
 T = TypeVar("T")
@@ -42,9 +44,12 @@ class LLMActor(Follower):
 
     start: makes the engine, on the actor's event loop. tokenizer: the engine's own if None.
     tool_parser: makes the parser of tool calls, given the tokenizer.
-    prompt_queue: of `PromptRequest`; without one, prompts come by `submit` alone. results_queue, eval_results_queue: of `GenerationResult`,
-        by the split of the prompt. While one is full no prompt is taken, once as many samples wait for it as the engine has places.
-    actor_manager: an `ActorManager` or its handle: while it says so no prompt is taken.
+    prompt_queue: of `PromptRequest`, or of Open Instruct's, whose results are of its `GenerationResult` then; without one, prompts come by
+        `submit` alone. A prompt that cannot be answered has a result whose samples have the finish reason `error`.
+    results_queue, eval_results_queue: of `GenerationResult`, by the split of the prompt. While one is full no prompt is taken, once as many
+        samples wait for it as the engine has places.
+    actor_manager: an `ActorManager`, or another object or handle with `should_stop`: while it says so no prompt is taken.
+    max_tool_calls: of one sample, where no limits are given. mask_tool_use: whether a sample's mask is 0 for tools' tokens.
     inflight_updates: generation goes on across an update, and every token is labelled with the weights that it came from. If False, an
         update first waits until the engine has ended the turns that it is working on, no longer than `drain_timeout` seconds.
     max_staleness: a result with tokens more versions behind than this is made again, with the weights of that time. Looked at when its
@@ -67,7 +72,9 @@ class LLMActor(Follower):
         limits: Limits | None = None,
         tools: Sequence[Any] = (),
         tool_parser: Callable[[Tokenizer], ToolParser] | None = None,
-        reward_config: RewardConfig | None = None,
+        max_tool_calls: int | None = None,
+        mask_tool_use: bool = True,
+        reward_config: RewardConfig | DatasetRewards | None = None,
         prompt_queue: Queue | None = None,
         results_queue: Queue | None = None,
         eval_results_queue: Queue | None = None,
@@ -81,8 +88,9 @@ class LLMActor(Follower):
         http: bool = False,
         start_timeout: float = 1200.0,
     ) -> None:
-        if prompt_queue is not None and results_queue is None:
-            raise ConfigError("prompts come by a queue, but there is no results_queue for what is made of them")
+        check_queues(prompt_queue, results_queue, eval_results_queue, actor_manager)
+        if limits is not None and max_tool_calls is not None:
+            raise ConfigError("max_tool_calls and limits are both given: limits.max_tool_calls is the same")
         if (max_staleness is not None and max_staleness < 0) or (max_samples is not None and max_samples < 1):
             raise ConfigError("max_staleness must not be negative, max_samples must be at least 1")
         self.name = name
@@ -90,12 +98,22 @@ class LLMActor(Follower):
         self.drain_timeout = drain_timeout
         self.url: str | None = None
         self._serving: Serving | None = None
-        self._background, self._turn = Background(name, self._failed), asyncio.Lock()
+        self._background, self._turn, self._update = Background(name, self._failed), asyncio.Lock(), Update()
         settings = Settings(
-            prompt_queue, results_queue, eval_results_queue, actor_manager, max_staleness, max_samples, await_weights, observer
+            prompt_queue,
+            results_queue,
+            eval_results_queue,
+            actor_manager,
+            max_staleness,
+            max_samples,
+            await_weights,
+            mask_tool_use,
+            observer,
         )
+        calls = {} if max_tool_calls is None else {"max_tool_calls": max_tool_calls}
+        allowed = limits or partial(Limits, **calls)
         try:
-            self._background.run(self._start(start, tokenizer, limits, tools, tool_parser, reward_config, settings, http), start_timeout)
+            self._background.run(self._start(start, tokenizer, allowed, tools, tool_parser, reward_config, settings, http), start_timeout)
         except BaseException as error:
             self.stop(drain=False)
             if isinstance(error, TimeoutError):
@@ -106,23 +124,24 @@ class LLMActor(Follower):
         self,
         start: Callable[[], Awaitable[Serving]],
         tokenizer: Tokenizer | None,
-        limits: Limits | None,
+        limits: Limits | Callable[..., Limits],
         tools: Sequence[Any],
         tool_parser: Callable[[Tokenizer], ToolParser] | None,
-        reward_config: RewardConfig | None,
+        reward_config: RewardConfig | DatasetRewards | None,
         settings: Settings,
         http: bool,
     ) -> None:
         toolset = await ToolSet.connect(tools)  # before the engine: a wrong tool is told at once
         serving = self._serving = await start()
         context = serving.kv_cache.max_model_len
-        if limits is not None and limits.max_model_len > context:
+        limits = limits if isinstance(limits, Limits) else limits(max_model_len=context)
+        if limits.max_model_len > context:
             raise ConfigError(f"limits.max_model_len is {limits.max_model_len}, the engine's context {context} tokens")
         tokenizer = tokenizer or serving.tokenizer
         if tokenizer is None:
             raise ConfigError("the engine has no tokenizer: give one")
         parser = tool_parser(tokenizer) if tool_parser else None
-        harness = Harness(tokenizer, limits or Limits(max_model_len=context), toolset, parser)
+        harness = Harness(tokenizer, limits, toolset, parser)
         self._client = EngineClient(serving, None)
         self._work = Work(self.name, self._background, serving, self._client, harness, reward_config, settings)
         self._work.begin()
@@ -133,16 +152,17 @@ class LLMActor(Follower):
 
     # Prompts
 
-    def submit(self, request: PromptRequest) -> Future[GenerationResult]:
-        """A prompt's samples, past the queues. Cancelling the future drops them.
+    def submit(self, request: Any) -> Future[Any]:
+        """A prompt's samples, past the queues: a `GenerationResult` for a `PromptRequest`, each Open Instruct's or ours. Cancelling the
+        future drops them.
 
         Raises `GenerationError` where the actor has failed or is closed. The future raises `ConfigError` for a prompt that asks for a tool
-        or a verifier that is not there, and what the engine raised where it cannot go on.
+        or a verifier that is not there or that the engine does not take, and what the engine raised where it cannot go on.
         """
         self._background.check()
         return self._background.submit(self._work.submitted(request))
 
-    async def generate(self, request: PromptRequest) -> GenerationResult:
+    async def generate(self, request: Any) -> Any:
         """`submit` for asyncio."""
         return await asyncio.wrap_future(self.submit(request))
 
@@ -168,8 +188,12 @@ class LLMActor(Follower):
     def status(self) -> ActorStatus:
         return self._control(self._work.astatus())
 
-    def get_kv_cache_info(self) -> KVCacheInfo:
+    def kv_cache_info(self) -> KVCacheInfo:
         return self._started().kv_cache
+
+    def get_kv_cache_info(self) -> int:
+        """How many samples of the longest context the KV cache holds."""
+        return max(1, int(self.kv_cache_info().concurrency))
 
     def get_model_dims(self) -> ModelDims:
         return self._started().dims
@@ -180,7 +204,7 @@ class LLMActor(Follower):
 
     # The end
 
-    def stop(self, *, drain: bool = True, timeout: float = 60.0) -> list[PromptRequest]:
+    def stop(self, *, drain: bool = True, timeout: float = 60.0) -> list[Any]:
         """Takes no more prompts, ends those under way, hands over their results, and ends the engine. May be repeated.
 
         drain: let them end by themselves, no longer than `timeout` seconds.
@@ -188,7 +212,7 @@ class LLMActor(Follower):
         """
         if self._background.closed:
             return []
-        left: list[PromptRequest] = []
+        left: list[Any] = []
         if hasattr(self, "_work"):
             if drain and self._background.failure is None:
                 with suppress(TimeoutError):
@@ -206,3 +230,17 @@ class LLMActor(Follower):
 
     def _control(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._background.run(coroutine, CONTROL)
+
+
+def check_queues(prompt_queue: Any, results_queue: Any, eval_results_queue: Any, actor_manager: Any) -> None:
+    """Raises `ConfigError` for what is no queue or no manager, and for prompts without a way back."""
+    if prompt_queue is not None and results_queue is None:
+        raise ConfigError("prompts come by a queue, but there is no results_queue for what is made of them")
+    uses = (
+        ("prompt_queue", prompt_queue, "get"),
+        ("results_queue", results_queue, "put"),
+        ("eval_results_queue", eval_results_queue, "put"),
+    )
+    for name, given, method in (*uses, ("actor_manager", actor_manager, "should_stop")):
+        if given is not None and not hasattr(given, method) and not hasattr(given, f"{method}_async"):
+            raise ConfigError(f"{name} is a {type(given).__name__}, which has no {method}")

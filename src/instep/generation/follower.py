@@ -25,6 +25,27 @@ Status = dict[str, Any]
 """A worker's answer, see `instep.dropin.open_instruct.WorkerWrap`."""
 
 
+def _committed(statuses: Sequence[Any]) -> bool:
+    return any(status.get("committed") for status in statuses if isinstance(status, dict))
+
+
+class Update:
+    """The names of an update, and of the one before: in them the last one of the next is known before it comes."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.before: set[str] = set()
+
+    def last(self, name: str) -> bool:
+        return bool(self.before) and self.names | {name} == self.before
+
+    def came(self, name: str, *, ended: bool) -> None:
+        self.names = {name} if name in self.names else self.names | {name}
+        if ended:
+            self.before = self.names if len(self.names) > 1 or not self.before else self.before
+            self.names = set()
+
+
 class Follower:
     name: str
     inflight_updates: bool
@@ -34,6 +55,7 @@ class Follower:
     _client: EngineClient
     _work: Work
     _turn: asyncio.Lock
+    _update: Update
 
     # What a `WeightSync` calls, from a loop of its own
 
@@ -79,20 +101,32 @@ class Follower:
         joining = self._started().collective_rpc("init_process_group", arguments)
         return self._background.run(joining, timeout_minutes * 60 + CONTROL)
 
-    def update_weight(self, name: str, dtype: Any, shape: Sequence[int], empty_cache: bool = False) -> list[Status]:
-        """One tensor, from rank 0's broadcast. empty_cache: it is the last one, and all of them are committed."""
-        return self._bring("update_weight", (name, dtype, list(shape), empty_cache), last=empty_cache)
+    def update_weight(self, name: str, dtype: Any, shape: Sequence[int], empty_cache: bool | None = None) -> list[Status]:
+        """One tensor, from rank 0's broadcast. empty_cache: whether it is the last one, with which all of them are committed; left out,
+        the end of an update is seen."""
+        return self._bring("update_weight", (name, dtype, list(shape)), empty_cache)
 
     def update_weight_cuda_ipc(
-        self, name: str, dtype: Any, shape: Sequence[int], ipc_handles: dict[str, Any] | None = None, empty_cache: bool = False
+        self, name: str, dtype: Any, shape: Sequence[int], ipc_handles: Any = None, empty_cache: bool | None = None
     ) -> list[Status]:
         """One tensor, from the trainer's memory on this GPU."""
-        return self._bring("update_weight_cuda_ipc", (name, dtype, list(shape), ipc_handles, empty_cache), last=empty_cache)
+        return self._bring("update_weight_cuda_ipc", (name, dtype, list(shape), ipc_handles), empty_cache)
 
-    def _bring(self, method: str, arguments: Sequence[Any], *, last: bool) -> list[Status]:
-        serving = self._started()
-        bringing = self._commit(serving, method, arguments) if last else serving.collective_rpc(method, arguments)
-        return self._background.run(bringing, MINUTES * 60 + self.drain_timeout + CONTROL)
+    def _bring(self, method: str, arguments: tuple[Any, ...], empty_cache: bool | None) -> list[Status]:
+        serving, expected = self._started(), self._update.last(arguments[0])
+        may_end = empty_cache or (empty_cache is None and (expected or not self.inflight_updates))
+        bring = self._commit if may_end else self._stage
+        arguments = arguments if empty_cache is None else (*arguments, empty_cache)
+        statuses = self._background.run(bring(serving, method, arguments), MINUTES * 60 + self.drain_timeout + CONTROL)
+        self._update.came(arguments[0], ended=_committed(statuses))
+        return statuses
+
+    async def _stage(self, serving: Serving, method: str, arguments: Sequence[Any]) -> list[Status]:
+        """A tensor that is not known to be the last. Where it was, the workers have committed between two steps, and the label follows."""
+        statuses = await serving.collective_rpc(method, arguments)
+        if _committed(statuses):
+            await self._refuse(serving, await self._dirty(serving))
+        return statuses
 
     async def _commit(self, serving: Serving, method: str, arguments: Sequence[Any]) -> list[Status]:
         """Between two steps of the engine, so that no token is labelled with what it does not come from."""

@@ -21,10 +21,11 @@ from typing import Any, Literal
 from instep.engine.vllm_serving import start_vllm
 from instep.errors import ConfigError, EngineTimeout
 from instep.extras import needed_by
+from instep.generation.arguments import actor_options, engine_arguments
 from instep.generation.manager import ActorManager
 from instep.generation.placement import bundles, places
 from instep.generation.queues import Queue
-from instep.generation.ray_actor import GROUPS, LLMRayActor
+from instep.generation.ray_actor import GROUPS, LLMRayActor, grouped
 from instep.generation.ray_queues import RolloutQueues
 from instep.generation.rewards import RewardConfig
 from instep.generation.types import GenerationResult, PromptRequest
@@ -45,21 +46,23 @@ __all__ = ["ActorManager", "GenerationResult", "LLMRayActor", "PromptRequest", "
 
 def create_vllm_engines(
     num_engines: int,
-    *,
-    pretrain: str,
     tensor_parallel_size: int = 1,
     enforce_eager: bool = False,
     tokenizer_name_or_path: str | None = None,
+    pretrain: str = "",
     revision: str | None = None,
     seed: int = 0,
     enable_prefix_caching: bool = True,
     max_model_len: int | None = None,
     vllm_gpu_memory_utilization: float = 0.9,
+    single_gpu_mode: bool = False,
+    pg: PlacementGroup | None = None,
+    *,
     prompt_queue: Queue | None = None,
     results_queue: Queue | None = None,
     eval_results_queue: Queue | None = None,
     actor_manager: Any = None,
-    pg: PlacementGroup | None = None,
+    vllm_dtype: str | None = None,
     gpus_per_engine: float | None = None,
     max_restarts: int = 0,
     engine_args: Mapping[str, Any] | None = None,
@@ -69,33 +72,38 @@ def create_vllm_engines(
 ) -> list[Any]:
     """Handles of `num_engines` actors that are ready, each with an engine of its own.
 
-    seed: engine i has seed + i. engine_args: further arguments of `vllm.AsyncEngineArgs`. environment: variables of the actors' processes.
-    options: those of `LLMActor`, the same for all.
+    seed: engine i has seed + i. vllm_dtype: of the engine's weights, the checkpoint's if None. engine_args: further arguments of
+        `vllm.AsyncEngineArgs`. environment: variables of the actors' processes.
+    options: those of `LLMRayActor` and of `LLMActor`, the same for all.
     pg: a placement group to share with a trainer: engine i is put into bundle i, counted node by node, and takes `gpus_per_engine` of a
         GPU there, half if None. Without one the engines get a group of their own where the cluster has GPUs, and a CPU for each worker
-        where it has none.
+        where it has none. single_gpu_mode: such a group is meant, and must be given.
 
-    Raises `ConfigError` for arguments that do not go together, `EngineTimeout` where engines are not ready within `timeout` seconds, and
-    what an actor raised. No actor is left then.
+    Raises `ConfigError` for arguments that do not go together or that nobody honours, before any process is started; `EngineTimeout` where
+    engines are not ready within `timeout` seconds, and what an actor raised. No actor is left then.
     """
+    queues = {"prompt_queue": prompt_queue, "results_queue": results_queue, "eval_results_queue": eval_results_queue}
+    options = {**queues, "actor_manager": actor_manager, "start_timeout": timeout, **options}
     if num_engines < 1 or tensor_parallel_size < 1:
         raise ConfigError("there must be at least one engine, of at least one worker")
+    if not pretrain:
+        raise ConfigError("pretrain is missing: the name or directory of a model")
+    if single_gpu_mode and pg is None and _resources("cluster").get("GPU", 0):
+        raise ConfigError("single_gpu_mode shares the GPUs of a placement group with a trainer, and there is no pg")
+    actor_options(**options)
     arguments = {
         "tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager, "tokenizer": tokenizer_name_or_path,
-        "revision": revision, "enable_prefix_caching": enable_prefix_caching, "max_model_len": max_model_len,
-        "gpu_memory_utilization": vllm_gpu_memory_utilization,
+        "revision": revision, "tokenizer_revision": revision, "enable_prefix_caching": enable_prefix_caching,
+        "max_model_len": max_model_len, "gpu_memory_utilization": vllm_gpu_memory_utilization,
         "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",  # workers are processes of the actor's own
+        **({"dtype": vllm_dtype} if vllm_dtype else {}),
         **(engine_args or {}),
-    }  # fmt: skip
-    options |= {
-        "prompt_queue": prompt_queue, "results_queue": results_queue, "eval_results_queue": eval_results_queue,
-        "actor_manager": actor_manager, "start_timeout": timeout,
     }  # fmt: skip
     own = None
     if pg is None and _resources("cluster").get("GPU", 0):
         own = _group(num_engines, tensor_parallel_size, timeout)
     group = pg if own is None else own
-    kind: Any = ray.remote(concurrency_groups=GROUPS)(LLMRayActor)  # type: ignore[call-overload]
+    kind: Any = ray.remote(concurrency_groups=GROUPS)(grouped(LLMRayActor))  # type: ignore[call-overload]
     engines = []
     try:
         found = places(
@@ -109,7 +117,7 @@ def create_vllm_engines(
                 )
             variables = {"env_vars": {**both_ends(os.environ), **(environment or {})}}
             configured = kind.options(max_restarts=max_restarts, runtime_env=variables, num_cpus=place.cpus, num_gpus=place.gpus, **where)
-            start = partial(start_vllm, pretrain, seed=seed + index, **arguments)
+            start = partial(start_vllm, pretrain, seed=seed + index, **engine_arguments(arguments))
             engines.append(configured.remote(start, name=f"engine-{index}", **options))
         ray.get([engine.ready.remote() for engine in engines], timeout=timeout)
     except BaseException as error:

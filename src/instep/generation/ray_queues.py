@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from instep.errors import InstepError
 from instep.extras import needed_by
+from instep.generation.foreign import read
 from instep.generation.ledger import Ledger, LedgerSizes
 from instep.generation.ray_metrics import QueueMetrics
 from instep.generation.types import GenerationResult, PromptRequest, Split
@@ -87,13 +88,13 @@ class PromptQueue:
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger
 
-    def put(self, item: PromptRequest, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Raises `queue.Full` where there is no room within `timeout` seconds, `ConfigError` for a prompt that is on its way already."""
-        if not _answer(self._ledger.put.remote(item, timeout if block else 0.0)):
+        if not _answer(self._ledger.put.remote(read(item), timeout if block else 0.0)):
             raise queue.Full
 
-    async def put_async(self, item: PromptRequest, block: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        if not await _answered(self._ledger.put.remote(item, timeout if block else 0.0)):
+    async def put_async(self, item: Any, block: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        if not await _answered(self._ledger.put.remote(read(item), timeout if block else 0.0)):
             raise queue.Full
 
     def get(self, block: bool = True, timeout: float | None = None) -> PromptRequest:

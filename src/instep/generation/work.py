@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from instep.engine.serving import Serving
 from instep.errors import ConfigError, GenerationError
 from instep.generation.background import Background
 from instep.generation.client import EngineClient
+from instep.generation.dataset_rewards import DatasetRewards
+from instep.generation.foreign import ends, give, goes_to, read, refused, sent_as
 from instep.generation.manager import ActorStatus, ask
 from instep.generation.queues import Places, Port, Queue
 from instep.generation.rewards import RewardConfig
@@ -19,6 +24,8 @@ from instep.generation.rollout import Harness, answer
 from instep.generation.statistics import lag
 from instep.generation.types import GenerationResult, PromptId, PromptRequest
 from instep.generation.waiting import bounded
+
+logger = logging.getLogger(__name__)
 
 BEAT = 1.0
 """Seconds between two looks at the engine, and reports to the manager."""
@@ -39,14 +46,15 @@ class Settings:
     max_staleness: int | None = None
     max_samples: int | None = None
     await_weights: bool = False
+    mask_tool_use: bool = True
     observer: Callable[[ActorStatus], None] | None = None
 
 
 @dataclass
 class Prompt:
-    """One that is under way."""
+    """One that is under way. request: what came by the queue, where that is refused."""
 
-    request: PromptRequest
+    request: Any
     task: asyncio.Task[Any]
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -54,7 +62,8 @@ class Prompt:
 class Work:
     """The prompts of one actor, from `begin` to `end`. They come by the queue, as places for their samples become free, or by `submitted`.
 
-    An error of the engine ends the actor, and `astatus` tells it; those of tools and verifiers are in the samples.
+    An error of the engine ends the actor, and `astatus` tells it; those of tools and verifiers are in the samples. A prompt that cannot be
+    answered is the result of its own error.
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class Work:
         serving: Serving,
         client: EngineClient,
         harness: Harness,
-        rewards: RewardConfig | None,
+        rewards: RewardConfig | DatasetRewards | None,
         settings: Settings,
     ) -> None:
         self.name, self.background, self.serving, self.client, self.harness = name, background, serving, client, harness
@@ -75,7 +84,8 @@ class Work:
         self.held = Places(2 * limit)
         """Of samples that came by the queue, until their result is handed over: what bounds the results that wait for a full queue."""
         self.under_way: dict[PromptId, Prompt] = {}
-        self.unanswered: list[PromptRequest] = []
+        self.unanswered: list[Any] = []
+        self.refusals = 0
         self.history: list[str] = []
         """Versions in the order in which they were pushed."""
         self.answered = self.tokens = self.stale = self.lag = self.errors = 0
@@ -98,12 +108,13 @@ class Work:
         if not self.history or self.history[-1] != version:
             self.history.append(version)
 
-    async def submitted(self, request: PromptRequest) -> GenerationResult:
-        """A prompt that came by a call."""
+    async def submitted(self, item: Any) -> Any:
+        """A prompt that came by a call. Its result, in the form of whoever sent it."""
+        request = read(item)
         self._check(request)
         with_ = self._enter(request)
         try:
-            return await self._answer(with_)
+            return give(await self._answer(with_))
         except asyncio.CancelledError:
             self.background.check()  # cancelled because the actor failed: say so
             raise
@@ -131,12 +142,12 @@ class Work:
         while going := {prompt.task for prompt in self.under_way.values() if not prompt.task.done()}:
             await asyncio.wait(going)
 
-    async def end(self) -> list[PromptRequest]:
-        """Cancels what is under way. Returns the prompts without an answer."""
+    async def end(self) -> list[Any]:
+        """Cancels what is under way. Returns the prompts without an answer, as they were put."""
         self.failed()
         await self.pulling.wait()
         await asyncio.gather(*(prompt.task for prompt in self.under_way.values()), return_exceptions=True)
-        left = [*self.unanswered, *(prompt.request for prompt in self.under_way.values())]
+        left = [*self.unanswered, *(sent_as(prompt.request) for prompt in self.under_way.values())]
         for port in (self.inlet, self.train, self.eval):
             if port is not None:
                 port.close()
@@ -158,7 +169,7 @@ class Work:
             status = await self.astatus()
             if self.settings.observer is not None:
                 self.settings.observer(status)
-            if self.settings.actor_manager is not None:
+            if hasattr(self.settings.actor_manager, "report"):  # Open Instruct's has none
                 await bounded(ask(self.settings.actor_manager, "report", status), ANSWER)
             await asyncio.sleep(BEAT)
 
@@ -172,21 +183,26 @@ class Work:
                     return
             self.pulling.clear()
             try:
-                request = await inlet.get()
-                if request is not None:
-                    await self._begin(request)
+                item = await inlet.get()
+                if not ends(item):
+                    await self._begin(item)
             finally:
                 self.pulling.set()
 
-    async def _begin(self, request: PromptRequest) -> None:
+    async def _begin(self, item: Any) -> None:
         """A prompt that was taken while a pause began waits for its end."""
-        self.unanswered.append(request)
+        self.unanswered.append(item)
         while not self.stopping.is_set() and await self._must_not_take():  # noqa: ASYNC110
             await asyncio.sleep(ASKED)  # nobody tells
         if not self.stopping.is_set():
-            self._check(request)
-            self.unanswered.remove(request)
-            self.background.start(self._handle(request))
+            self.unanswered.pop()
+            try:
+                request = read(item)
+                self._check(request)
+            except Exception as error:  # whatever was in the queue
+                self.background.start(self._refuse(item, error))
+            else:
+                self.background.start(self._handle(request))
             await asyncio.sleep(0)  # until it has asked for its places
 
     async def _must_not_take(self) -> bool:
@@ -211,11 +227,30 @@ class Work:
         """A prompt that came by the queue."""
         prompt = self._enter(request)
         async with self.held.taken(request.sampling.n):
-            port = self.train if request.id.split == "train" else self.eval
-            assert port is not None
-            while not await port.put(result := await self._answer(prompt), lambda: self._too_old(result, prompt)):
-                self.stale += 1  # while it waited for a queue that was full
+            port = self._port(request)
+            try:
+                while not await port.put(give(result := await self._answer(prompt)), lambda: self._too_old(result, prompt)):
+                    self.stale += 1  # while it waited for a queue that was full
+            except ConfigError as error:
+                await self._refuse(sent_as(request), error)
         self.under_way.pop(request.id)
+
+    async def _refuse(self, item: Any, error: Exception) -> None:
+        """Answers what cannot be answered with its error."""
+        logger.warning("%s: a prompt is refused: %s", self.name, error)
+        task = asyncio.current_task()
+        assert task is not None
+        self.refusals += 1
+        self.errors += 1
+        place = PromptId("train", -self.refusals, "refused")
+        self.under_way[place] = Prompt(item, task)
+        await self._port(item).put(refused(item, str(error) or type(error).__name__, rewarded=self.rewards is not None), lambda: False)
+        self.under_way.pop(place)
+
+    def _port(self, item: Any) -> Port:
+        port = self.train if goes_to(item) == "train" else self.eval
+        assert port is not None
+        return port
 
     async def _answer(self, prompt: Prompt) -> GenerationResult:
         request = prompt.request
@@ -232,10 +267,15 @@ class Work:
                     f"prompt {request.id} was too old {ATTEMPTS} times: pushes come faster than it is answered",
                     next_step="raise max_staleness, push less often, or bound responses",
                 )
+        except ConfigError:  # the engine does not take such a prompt, and takes others
+            raise
         except Exception as error:  # the engine's: tools and verifiers do not get this far
             self.background.fail(error)
             raise
         result = await self.reward(result) if self.reward else result
+        if not self.settings.mask_tool_use:
+            samples = [structs.replace(sample, mask=[1] * len(sample.token_ids)) for sample in result.samples]
+            result = structs.replace(result, samples=samples)
         self.answered += 1
         self.errors += sum(bool(sample.error or (sample.reward and sample.reward.error)) for sample in result.samples)
         return result
