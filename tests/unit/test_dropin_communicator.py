@@ -75,6 +75,32 @@ def test_the_other_collectives(ranks: list[Communicator]) -> None:
     assert torch.equal(room, inputs[0])
 
 
+def test_the_calls_of_vllms_communicator(ranks: list[Communicator]) -> None:
+    inputs = [torch.arange(6.0).view(3, 2) + 10 * rank for rank in range(3)]
+    outs, all_of_them, shares = ([torch.empty(shape) for _ in range(3)] for shape in ((3, 2), (9, 2), (1, 2)))
+    at_once([lambda rank=rank: ranks[rank].all_reduce(inputs[rank], outs[rank]) for rank in range(3)])
+    at_once([lambda rank=rank: ranks[rank].all_gather(all_of_them[rank], inputs[rank]) for rank in range(3)])
+    at_once([lambda rank=rank: ranks[rank].reduce_scatter(shares[rank], inputs[rank]) for rank in range(3)])
+    total = inputs[0] + inputs[1] + inputs[2]
+    assert all(torch.equal(out, total) for out in outs)
+    assert all(torch.equal(one, torch.cat(inputs)) for one in all_of_them)
+    assert torch.equal(torch.cat(shares), total)
+
+
+def test_a_group_of_calls_is_made_at_the_same_time(ranks: list[Communicator]) -> None:
+    """Each sends before it receives: one after the other, nobody would get to receive."""
+    rooms = [torch.zeros(4) for _ in range(3)]
+
+    def turn(rank: int) -> None:
+        ranks[rank].group_start()
+        ranks[rank].send(torch.full((4,), float(rank)), dst=(rank + 1) % 3)
+        ranks[rank].recv(rooms[rank], src=(rank + 2) % 3)
+        ranks[rank].group_end()
+
+    at_once([lambda rank=rank: turn(rank) for rank in range(3)])
+    assert [room[0].item() for room in rooms] == [2, 0, 1]
+
+
 @pytest.mark.parametrize("room", [torch.zeros(2, 3), torch.zeros(6, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.int32)])
 def test_a_receiver_that_expects_something_else_stays_in_step(ranks: list[Communicator], room: torch.Tensor) -> None:
     sent, rooms = torch.arange(6.0), [torch.zeros(6) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The group of the originals: a `broadcast`, `all_reduce`, `send` and `recv` on tensors, each ended by a deadline.
+"""The group of the originals: calls on tensors of all ranks, each ended by a deadline.
 
 A header goes ahead of every broadcast: how many bytes follow, and their digest. So receivers know whether they got what the sender has, and
 one that expects something else takes the bytes all the same: the ranks stay in step.
@@ -26,12 +26,16 @@ DEADLINE = 300.0
 class Communicator:
     """Rank `rank` of `world_size`, on `device`: NCCL for a GPU, Gloo for the CPU. Every call returns when its work is done.
 
-    Calls raise `TransportError` at the deadline, when a peer is gone, or when another rank gave up.
+    Calls raise `TransportError` at the deadline, when a peer is gone, or when another rank gave up. Names and arguments are those of
+    vLLM's `PyNcclCommunicator`, as far as its examples call them.
     """
+
+    available, disabled = True, False
 
     def __init__(self, group: Group, timeout: float) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.world_size, self.device = group.rank, group.size, group.device
+        self._together: list[tuple[Callable[[], Any], Callable[[], None]]] | None = None
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
         """Rank `src`'s tensor into everybody else's, of the same dtype and shape.
@@ -51,22 +55,53 @@ class Communicator:
             nbytes = self._header(None, src)[0]
             self._flat(torch.empty(nbytes, dtype=torch.uint8, device=self.device), src)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, stream: Any = None) -> torch.Tensor:
-        """All ranks' tensors combined, as a new tensor."""
+    def all_reduce(
+        self, in_tensor: torch.Tensor, out_tensor: torch.Tensor | None = None, op: Any = ReduceOp.SUM, stream: Any = None
+    ) -> torch.Tensor:
+        """All ranks' tensors combined, in `out_tensor`, or as a new tensor."""
         with self._on(stream):
-            combined = tensor.detach().clone(memory_format=torch.contiguous_format)
+            combined = in_tensor.detach().clone(memory_format=torch.contiguous_format)
             self._run(lambda: self.group.all_reduce(combined, op))
-            return combined
+            return combined if out_tensor is None else out_tensor.detach().copy_(combined)
+
+    def all_gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, stream: Any = None) -> None:
+        """All ranks' tensors of one shape, one behind the other in the order of ranks, in `output_tensor`."""
+        with self._on(stream):
+            rooms = [torch.empty_like(input_tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+            rooms[self.rank].copy_(input_tensor.detach())
+            for rank, room in enumerate(rooms):
+                self._flat(_bytes(room), rank)
+            output_tensor.detach().copy_(torch.stack(rooms).view(output_tensor.shape))
+
+    def reduce_scatter(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: Any = ReduceOp.SUM, stream: Any = None) -> None:
+        """This rank's share of all ranks' tensors combined, in `output_tensor`."""
+        combined = self.all_reduce(input_tensor, op=op, stream=stream)
+        output_tensor.detach().copy_(combined.view(self.world_size, -1)[self.rank].view(output_tensor.shape))
 
     def send(self, tensor: torch.Tensor, dst: int, stream: Any = None) -> None:
         with self._on(stream):
-            self._run(lambda: self.group.send(_bytes(tensor.detach().to(self.device).contiguous()), dst))
+            data = _bytes(tensor.detach().to(self.device).contiguous())
+            self._between(lambda: self.group.send(data, dst), lambda: None)
 
     def recv(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         with self._on(stream):
             room = tensor.detach().to(self.device).contiguous()
-            self._run(lambda: self.group.recv(_bytes(room), src))
-            _put(room, tensor)
+            self._between(lambda: self.group.recv(_bytes(room), src), lambda: _put(room, tensor))
+
+    def group_start(self) -> None:
+        """Until `group_end`, `send` and `recv` only note what is to be done."""
+        self._together = []
+
+    def group_end(self) -> None:
+        """Sends and receives what was noted, all at the same time."""
+        noted, self._together = self._together or [], None
+        with self._on(None):
+            self.group.begin(self.timeout)
+            for work in [start() for start, _ in noted]:
+                self.group.wait(work)
+            self.group.settle()
+            for _, then in noted:
+                then()
 
     def give_up(self, reason: str) -> None:
         """Ends every rank's waits. The group is of no more use."""
@@ -74,6 +109,10 @@ class Communicator:
 
     def close(self) -> None:
         self.group.close()
+
+    def destroy(self) -> None:
+        """`close`, by the name that vLLM has for it."""
+        self.close()
 
     def _send_all(self, data: torch.Tensor, src: int) -> None:
         meta = nameless(data)
@@ -109,6 +148,13 @@ class Communicator:
         self.group.begin(self.timeout)
         self.group.wait(start())
         self.group.settle()
+
+    def _between(self, start: Callable[[], Any], then: Callable[[], None]) -> None:
+        if self._together is not None:
+            self._together.append((start, then))
+        else:
+            self._run(start)
+            then()
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         """The caller's stream, or the current one of the group's device, whatever device is current in this thread."""

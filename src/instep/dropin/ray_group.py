@@ -70,7 +70,7 @@ def _register() -> None:
             self.communicator.broadcast(tensor[0], broadcast_options.root_rank)
 
         def allreduce(self, tensor: list[torch.Tensor], allreduce_options: Any = None) -> None:
-            tensor[0].copy_(self.communicator.all_reduce(tensor[0], getattr(ReduceOp, allreduce_options.reduceOp.name)))
+            tensor[0].copy_(self.communicator.all_reduce(tensor[0], op=getattr(ReduceOp, allreduce_options.reduceOp.name)))
 
         def send(self, tensor: list[torch.Tensor], send_options: Any) -> None:
             self.communicator.send(tensor[0], send_options.dst_rank)
