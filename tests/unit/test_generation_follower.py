@@ -113,3 +113,41 @@ def test_an_engine_that_is_dirty_afterwards_holds_prompts_until_it_is_healed(fle
     with WeightSync(weights(2), [actor]) as sync:
         sync.push("v1")
     assert spans(actor.submit(fleet.ask("b")).result(SOON)) == [("v1", 0, 3)]
+
+
+class Endless(Extension):
+    """Sees the end of an update by itself, with its third tensor."""
+
+    def __call__(self, method: str, *arguments: Any) -> dict[str, Any]:
+        assert len(arguments) == 3, "empty_cache was not given, and must not be made up"
+        super().__call__(method, *arguments)
+        ended = len(self.calls) % 3 == 0
+        if ended:
+            self.serving.weights.receivers[0].version = f"round-{len(self.calls)}"
+        return {"ok": True, "committed": ended}
+
+
+def test_an_end_that_the_workers_see_is_labelled_and_from_the_second_update_on_between_two_steps(fleet: Fleet) -> None:
+    serving = FakeServing("abc")
+    extension, actor = Endless(serving), fleet.actor(serving)
+    for update in (1, 2):
+        for name in ("x", "y", "z"):
+            actor.update_weight(name, "bfloat16", [1])
+        assert actor.status().version == f"round-{3 * update}"
+        assert spans(actor.submit(fleet.ask(str(update))).result(SOON)) == [(f"round-{3 * update}", 0, 3)]
+    assert [paused for _, paused, _ in extension.calls] == [False] * 5 + [True]
+
+
+def test_without_updates_in_flight_no_tensor_comes_while_a_turn_runs(fleet: Fleet) -> None:
+    serving = FakeServing("abcdef", hold=3)
+    extension, actor = Endless(serving), fleet.actor(serving, inflight_updates=False)
+    future = actor.submit(fleet.ask("a"))
+    wait(lambda: serving.running)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(actor.update_weight, "x", "bfloat16", [1])
+        wait(lambda: actor.status().closed == ["update"])
+        assert not extension.calls
+        serving.release()
+        first.result(SOON)
+    assert extension.calls == [("update_weight", True, 0)]
+    assert spans(future.result(SOON)) == [("default", 0, 6)]

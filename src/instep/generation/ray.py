@@ -49,7 +49,7 @@ def create_vllm_engines(
     tensor_parallel_size: int = 1,
     enforce_eager: bool = False,
     tokenizer_name_or_path: str | None = None,
-    pretrain: str = "",
+    pretrain: str | None = None,
     revision: str | None = None,
     seed: int = 0,
     enable_prefix_caching: bool = True,
@@ -86,7 +86,7 @@ def create_vllm_engines(
     options = {**queues, "actor_manager": actor_manager, "start_timeout": timeout, **options}
     if num_engines < 1 or tensor_parallel_size < 1:
         raise ConfigError("there must be at least one engine, of at least one worker")
-    if not pretrain:
+    if pretrain is None:
         raise ConfigError("pretrain is missing: the name or directory of a model")
     if single_gpu_mode and pg is None and _resources("cluster").get("GPU", 0):
         raise ConfigError("single_gpu_mode shares the GPUs of a placement group with a trainer, and there is no pg")
