@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13 python3
 	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: help demo check-demo test test-all check package bench bench-sharded models benchmarks constraints docs lint \
+.PHONY: help demo check-demo test test-programs test-all check package bench bench-sharded models benchmarks constraints docs lint \
 	setup-demo setup-test clean
 
 help:  ## this list
@@ -17,10 +17,13 @@ demo: setup-demo  ## a small language model learns while a live engine follows i
 check-demo: setup-demo  ## whether the demo's results are what they must be
 	$(BIN)/python scripts/check_demo.py
 
-test: lint  ## everything but exhaustive cases, with a real vLLM
+test: lint  ## everything but whole programs and exhaustive cases, with a real vLLM
 	$(BIN)/pytest -n 2
 
-test-all: lint  ## everything, exhaustive cases too
+test-programs: lint  ## whole programs: demos, benchmarks, families of models
+	$(BIN)/pytest -n 2 -m "program and not exhaustive"
+
+test-all: lint  ## everything
 	$(BIN)/pytest -n 2 -m ""
 
 check: lint  ## lint, types and unit tests (layers among them), in a few minutes

@@ -60,7 +60,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("exhaustive"):
+        if item.get_closest_marker("exhaustive") or item.get_closest_marker("program"):
             item.config.stash[LEFT_OUT] += 1
 
 
@@ -77,7 +77,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if count := config.stash[LEFT_OUT]:
-        terminalreporter.write_line(f"exhaustive tests left out: {count} (`make test-all` runs them too)")
+        terminalreporter.write_line(f"whole programs and exhaustive cases left out: {count} (`make test-all` runs them too)")
 
 
 @pytest.fixture(autouse=True, scope="module")

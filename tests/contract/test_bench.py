@@ -11,6 +11,8 @@ from instep.bench import stages
 from instep.bench.contenders import ON_CPU
 from instep.bench.report import tables
 
+pytestmark = pytest.mark.program
+
 
 @pytest.fixture(scope="module")
 def results() -> bench.Results:

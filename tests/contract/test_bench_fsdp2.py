@@ -15,6 +15,8 @@ from instep.bench.measure import Bench, Way
 from instep.bench.subjects import MemorySubject
 from instep.errors import ConfigError
 
+pytestmark = pytest.mark.program
+
 
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[Fsdp2Trainer]:

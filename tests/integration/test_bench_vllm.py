@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from engines import SETTINGS
 
 from instep.bench.generation import PUSHED
+
+pytestmark = pytest.mark.program
 
 RUN = "from instep.cli import main; main()"
 SHORT = """

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from engines import SETTINGS
 
 import instep
+
+pytestmark = pytest.mark.program
 
 RUN = "from instep.cli import main; main()"
 

@@ -15,6 +15,8 @@ from engines import SETTINGS
 import instep
 from instep.demo.model import tiny
 
+pytestmark = pytest.mark.program
+
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'instep[ray]'")
 RUN = "from instep.cli import main; main()"
 ROOT = Path(__file__).parents[2]

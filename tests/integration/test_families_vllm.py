@@ -14,6 +14,8 @@ import pytest
 
 from instep.bench.models.outcome import Matrix, Outcome
 
+pytestmark = pytest.mark.program
+
 DIFFER = {
     "qwen2": "biases, a tied head",
     "gpt2": "fused projections that are stored transposed",
