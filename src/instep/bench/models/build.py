@@ -21,12 +21,15 @@ def model(name: str, seed: int) -> Any:
     Raises what transformers raises where this version does not know the family.
     """
     import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     torch.manual_seed(seed)
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.settings)
     auto = transformers.AutoModelForImageTextToText if family.pictures else transformers.AutoModelForCausalLM
     made = auto.from_config(config, dtype=torch.bfloat16).to(torch.bfloat16).eval()
+    # As of a published checkpoint that was loaded: its names, which are those that engines know.
+    made._weight_conversions = get_model_conversion_mapping(made, add_legacy=False)
     saved = made.state_dict(keep_vars=True)
     tensors = {id(tensor): tensor for tensor in saved.values() if tensor.is_floating_point()}
     with torch.no_grad():

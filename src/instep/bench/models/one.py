@@ -72,9 +72,9 @@ class Trial:
         """Raises `Found` unless the family is bit-equal."""
         trainer, folders = self._made()
         with self._started(folders[B]) as llm:
-            self.fresh[B] = look(llm, self.family)
+            self.fresh[B] = self._fresh(llm)
         with self._started(folders[C]) as llm:
-            self.fresh[C] = look(llm, self.family)
+            self.fresh[C] = self._fresh(llm)
             if not self.fresh[B].finite or self._alike():
                 raise Found("says nothing", "the two models answer alike, or with no finite scores")
             self._push(llm, trainer)
@@ -96,6 +96,13 @@ class Trial:
 
     def _started(self, folder: Path) -> Any:
         return _Started(started(self.family, folder))
+
+    def _fresh(self, llm: Any) -> Look:
+        try:
+            return look(llm, self.family)
+        except Exception as error:
+            why = f"vLLM, at its first prompts: {type(error).__name__}: {told(error)}"
+            raise Found("not started", why) from error
 
     def _alike(self) -> bool:
         """Whether some prompt has the same answer with both weights."""

@@ -20,7 +20,7 @@ Verdict = Literal[
 VERDICTS: dict[Verdict, str] = {
     "bit-equal": "after each push the engine is the same as one that loaded the weights from disk",
     "refused": "the push ended with an error before it changed anything; the engine goes on",
-    "not started": "vLLM does not start with a checkpoint of this family, so nothing was pushed",
+    "not started": "vLLM itself fails with a checkpoint of this family, so nothing was pushed",
     "different": "a push returned, and the engine is not the same as one that loaded from disk",
     "dirty": "a push failed and the engine refuses to generate",
     "says nothing": "two models of the family answer alike, so equal answers would show nothing",

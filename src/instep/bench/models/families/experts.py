@@ -32,7 +32,7 @@ LLAMA_4 = HEADS | {
     "num_experts_per_tok": 1,
     "intermediate_size_mlp": 128,
     "interleave_moe_layer_step": 2,
-    "attention_chunk_size": 64,
+    "attention_chunk_size": 128,
 }
 
 FAMILIES = {
@@ -40,7 +40,7 @@ FAMILIES = {
     "qwen2-moe": Family("Qwen2MoeConfig", SIZES | EXPERTS | {"shared_expert_intermediate_size": 128}),
     "qwen3-moe": Family("Qwen3MoeConfig", HEADS | EXPERTS | {"norm_topk_prob": True}),
     "olmoe": Family("OlmoeConfig", SIZES | EXPERTS),
-    "flex-olmo": Family("FlexOlmoConfig", SIZES | EXPERTS),
+    "flex-olmo": Family("FlexOlmoConfig", SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
     "granitemoe": Family("GraniteMoeConfig", SIZES | LOCAL),
     "granitemoe-shared": Family("GraniteMoeSharedConfig", SIZES | LOCAL | {"shared_intermediate_size": 128}),
     "phimoe": Family("PhimoeConfig", HEADS | LOCAL | {"attention_bias": True, "lm_head_bias": True}),
@@ -50,9 +50,27 @@ FAMILIES = {
     "glm4-moe": Family("Glm4MoeConfig", HEADS | ROUTED | {"attention_bias": True, "use_qk_norm": True}),
     "dots1": Family("Dots1Config", HEADS | ROUTED | {"first_k_dense_replace": 1}),
     "hunyuan-moe": Family("HunYuanMoEV1Config", HEADS | {"num_experts": 4, "moe_topk": 2}),
-    "minimax-m2": Family("MiniMaxM2Config", HEADS | LOCAL | {"rotary_dim": 32}),
-    "afmoe": Family("AfmoeConfig", HEADS | EXPERTS | WINDOW | {"num_shared_experts": 1}),
+    "minimax-m2": Family(
+        "MiniMaxM2Config",
+        HEADS | LOCAL | {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    ),
+    "afmoe": Family(
+        "AfmoeConfig",
+        HEADS
+        | EXPERTS
+        | WINDOW
+        | {
+            "num_shared_experts": 1,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "exaone-moe": Family("ExaoneMoeConfig", SIZES | EXPERTS | WINDOW | SECOND_LAYER),
     "mellum": Family("MellumConfig", HEADS | EXPERTS | WINDOW),
-    "hy-v3": Family("HYV3Config", HEADS | EXPERTS | SECOND_LAYER),
+    "hy-v3": Family(
+        "HYV3Config",
+        HEADS | EXPERTS | SECOND_LAYER | {"first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True},
+    ),
 }

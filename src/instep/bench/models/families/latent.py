@@ -21,7 +21,10 @@ FAMILIES = {
     "deepseek-v2-dense": Family("DeepseekV2Config", LATENT | ROUTED | {"first_k_dense_replace": 2}),
     "deepseek-v2": Family("DeepseekV2Config", LATENT | ROUTED | SECOND_LAYER),
     "deepseek-v3": Family("DeepseekV3Config", LATENT | ROUTED | SECOND_LAYER | {"topk_method": "noaux_tc"}),
-    "glm4-moe-lite": Family("Glm4MoeLiteConfig", LATENT | ROUTED | {"mlp_layer_types": ["dense", "sparse"]}),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLiteConfig",
+        LATENT | ROUTED | SECOND_LAYER | {"mlp_layer_types": ["dense", "sparse"]},
+    ),
     "minicpm3": Family(
         "MiniCPM3Config",
         LATENT | TIED | {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64},
@@ -36,6 +39,9 @@ FAMILIES = {
             "zero_expert_num": 2,
             "moe_topk": 2,
             "expert_ffn_hidden_size": 128,
+            "zero_expert_type": "identity",
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
         },
     ),
     "ax-k1": Family("AXK1Config", LATENT | ROUTED | SECOND_LAYER),

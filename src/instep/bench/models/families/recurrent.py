@@ -76,7 +76,7 @@ FAMILIES = {
             "chunk_size": 16,
         },
     ),
-    "lfm2": Family("Lfm2Config", SIZES | TIED | CONVOLUTION),
+    "lfm2": Family("Lfm2Config", SIZES | TIED | CONVOLUTION | {"conv_dim": 256, "block_dim": 256}),
     "lfm2-moe": Family("Lfm2MoeConfig", SIZES | TIED | CONVOLUTION | EXPERTS | {"num_dense_layers": 1}),
     "qwen3-next": Family("Qwen3NextConfig", HEADS | LINEAR | EXPERTS | SHARED),
     "qwen3.5-text": Family("Qwen3_5TextConfig", HEADS | TIED | LINEAR),

@@ -13,6 +13,7 @@ TOWER = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "image_size": 28,
+    "vision_use_head": False,
     "patch_size": 14,
 }
 SQUARE = {"size": {"height": 28, "width": 28}}
@@ -49,6 +50,8 @@ def qwen(processor: str, video: str, patch: int = 14) -> Pictures:
 QWEN_2 = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}}
 QWEN_3_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
 QWEN_3 = HEADS | {"rope_parameters": QWEN_3_ROPE | {"mrope_section": [16, 8, 8]}}
+QWEN_3_EXPERTS = EXPERTS | {"moe_intermediate_size": 64, "norm_topk_prob": True}
+"""No two dimensions of an expert are equal: transformers looks at them to know what is transposed."""
 QWEN_35 = LINEAR | {"rope_parameters": QWEN_3_ROPE | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}}
 QWEN_TOWER = {
     "depth": 2,
@@ -83,6 +86,8 @@ GEMMA_3_PICTURES = Pictures(
         "eoi_token": (152, "<end_of_image>"),
         "blank": (153, "\n\n"),
         "line": (154, "\n"),
+        "lines_3": (155, "\n\n\n"),
+        "lines_4": (156, "\n\n\n\n"),
     },
     prompt=(151,),
     processor="Gemma3Processor",
@@ -198,7 +203,11 @@ FAMILIES = {
     ),
     "qwen3-vl-moe": Family(
         "Qwen3VLMoeConfig",
-        QWEN_IDS | {"text_config": QWEN_3 | EXPERTS, "vision_config": QWEN_3_TOWER},
+        QWEN_IDS
+        | {
+            "text_config": QWEN_3 | QWEN_3_EXPERTS,
+            "vision_config": QWEN_3_TOWER,
+        },
         QWEN_3_PICTURES,
     ),
     "qwen3.5": Family(
