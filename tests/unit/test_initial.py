@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -207,6 +208,17 @@ def test_what_has_changed_while_the_engine_ran_condemns_nothing() -> None:
         layer.quant_method.tuned = "block of 64"
     push(engine.start(), 1)
     assert engine.models == 3  # two more, to tell what follows from weights
+
+
+def test_a_mark_that_every_initial_load_makes_anew_condemns_nothing() -> None:
+    """vLLM gives the language model below a model that sees a configuration of its own, with the time at which it was made."""
+
+    def mark(layer: Any) -> None:
+        layer.config = SimpleNamespace(made=uuid.uuid4().hex, size=6)
+
+    applier = Engine(initial=each(mark), again=nothing).start()
+    push(applier, 1)
+    push(applier, 2)
 
 
 def test_memory_that_nothing_is_loaded_into_may_hold_anything() -> None:

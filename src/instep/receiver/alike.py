@@ -64,8 +64,11 @@ def other_values(live: nn.Module, other: nn.Module, unit: Mapping[str, str], fou
 
 
 def is_undetermined(one: Difference, second: object) -> bool:
-    """Whether the two differ in nothing but elements that an initial load leaves to chance. second: what another one has left there."""
+    """Whether the two differ in nothing but what an initial load leaves to chance: elements of a tensor, or a mark of an object, such as
+    when it was made. second: what another one has left there of the same weights."""
     tensors = (one.live, one.fresh, second)
+    if not any(isinstance(value, torch.Tensor) for value in tensors):
+        return second is not ABSENT and not alike(one.fresh, second)
     if not all(isinstance(value, torch.Tensor) for value in tensors):
         return False
     live, fresh, other = (value for value in tensors if isinstance(value, torch.Tensor))
