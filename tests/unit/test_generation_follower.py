@@ -151,3 +151,12 @@ def test_without_updates_in_flight_no_tensor_comes_while_a_turn_runs(fleet: Flee
         first.result(SOON)
     assert extension.calls == [("update_weight", True, 0)]
     assert spans(future.result(SOON)) == [("default", 0, 6)]
+
+
+def test_an_end_that_is_said_with_a_label_is_committed_between_two_steps(fleet: Fleet) -> None:
+    serving = FakeServing("abc")
+    extension, actor = Extension(serving), fleet.actor(serving)
+    actor.update_weight("x", "bfloat16", [1], False)
+    actor.finish_update("mine")
+    assert [call[:2] for call in extension.calls] == [("update_weight", False), ("finish_update", True)]
+    assert not serving.weights.paused

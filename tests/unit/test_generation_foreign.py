@@ -264,3 +264,14 @@ def test_a_ledger_takes_results_in_open_instructs_form(fleet: Fleet) -> None:
         return await ledger.get("train")
 
     assert run(story()).prompt_id == "0_7"
+
+
+def test_a_result_class_that_wants_what_is_not_known_here_is_replaced(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Later(GenerationResult):
+        model_step: int = field(kw_only=True)
+
+    monkeypatch.setattr(f"{__name__}.GenerationResult", Later)
+    fleet.actor(FakeServing("hi"))
+    fleet.prompts.put(ask())
+    assert type(fleet.results.get(timeout=SOON)) is records.GenerationResult

@@ -98,6 +98,7 @@ class Follower:
     ) -> list[Status]:
         """The workers join the trainer's group, as ranks `rank_offset` and following."""
         arguments = (master_address, master_port, rank_offset, world_size, group_name, backend, use_ray, timeout_minutes)
+        self._update = Update()  # another trainer may send in another order
         joining = self._started().collective_rpc("init_process_group", arguments)
         return self._background.run(joining, timeout_minutes * 60 + CONTROL)
 
@@ -111,6 +112,11 @@ class Follower:
     ) -> list[Status]:
         """One tensor, from the trainer's memory on this GPU."""
         return self._bring("update_weight_cuda_ipc", (name, dtype, list(shape), ipc_handles), empty_cache)
+
+    def finish_update(self, version: str | None = None) -> list[Status]:
+        """Commits the tensors that came since the last commit, under the label `version`, or none of them."""
+        committing = self._commit(self._started(), "finish_update", (version,))
+        return self._background.run(committing, MINUTES * 60 + self.drain_timeout + CONTROL)
 
     def _bring(self, method: str, arguments: tuple[Any, ...], empty_cache: bool | None) -> list[Status]:
         serving, expected = self._started(), self._update.last(arguments[0])

@@ -162,7 +162,10 @@ def _made(item: Any, name: str, **values: Any) -> Any:
     if not (isinstance(kind, type) and is_dataclass(kind)):
         kind = getattr(records, name)
     known = {one.name for one in fields(kind) if one.init}
-    made = kind(**{key: value for key, value in values.items() if key in known})
+    try:
+        made = kind(**{key: value for key, value in values.items() if key in known})
+    except TypeError:  # a later release's, which wants what is not known here
+        made, known = getattr(records, name)(**values), set(values)
     for key in values.keys() - known:
         setattr(made, key, values[key])
     return made

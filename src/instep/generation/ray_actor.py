@@ -194,3 +194,6 @@ class LLMRayActor:
         self, name: str, dtype: Any, shape: Sequence[int], ipc_handles: Any = None, empty_cache: bool | None = None
     ) -> list[Status]:
         return await asyncio.to_thread(self.actor.update_weight_cuda_ipc, name, dtype, shape, ipc_handles, empty_cache)
+
+    async def finish_update(self, version: str | None = None) -> list[Status]:
+        return await asyncio.to_thread(self.actor.finish_update, version)
