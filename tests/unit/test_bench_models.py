@@ -98,13 +98,13 @@ def test_the_page_names_the_reason_of_every_family_that_is_not_bit_equal() -> No
     text = page.page(
         [
             matrix(
-                outcome("llama", pushes=[0.5, 0.25]),
+                outcome("llama", pushes=[0.5, 0.25], verified=3, unread=1),
                 outcome("gemma", verdict="refused", why="no | place"),
             )
         ]
     )
     assert "2 families: 1 bit-equal, 1 refused" in " ".join(text.split())
-    assert "| llama | – | 0 / 0 / 0 | 500 ms | 250 ms | bit-equal |" in text
+    assert "| llama | – | 0 / 0 / 0 | 500 ms | 250 ms | 3 of 4 | bit-equal |" in text
     assert "| gemma | refused | no \\| place |" in text
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from instep.bench.models.families import FAMILIES
+
 Verdict = Literal[
     "bit-equal",
     "refused",
@@ -81,7 +83,8 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
         file = folder / f"models-{self.setting.kind}.json"
         new = {outcome.family for outcome in self.outcomes}
         kept = [outcome for outcome in self._before(file) if outcome.family not in new]
-        every = msgspec.structs.replace(self, outcomes=kept + self.outcomes)
+        together = {outcome.family: outcome for outcome in kept + self.outcomes}
+        every = msgspec.structs.replace(self, outcomes=_in_order(together))
         file.write_bytes(msgspec.json.format(msgspec.json.encode(every), indent=1) + b"\n")
         return file
 
@@ -92,3 +95,8 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
         ours, theirs = self.setting, before.setting
         same = (ours.machine, ours.versions) == (theirs.machine, theirs.versions)
         return before.outcomes if same else []
+
+
+def _in_order(outcomes: dict[str, Outcome]) -> list[Outcome]:
+    """As the families are listed; those that are no more are left out."""
+    return [outcomes[name] for name in FAMILIES if name in outcomes]

@@ -40,9 +40,14 @@ a byte moves.
 
 `direct`, `rebuilt` and `reload` count layers of the third push: copied straight into live storage,
 made anew by the engine's own hook from copied parts, and taken by the engine's reload session.
+`read back` counts the trainer's tensors that `instep verify` compared in the engine's storage; the
+others are kept in a layout of the engine's own.
 """
 
-COLUMNS = ("family", "class", "direct / rebuilt / reload", "first push", "second", "verdict")
+COLUMNS = (
+    *("family", "class", "direct / rebuilt / reload", "first push", "second", "read back"),
+    "verdict",
+)
 
 
 def page(matrices: Sequence[Matrix]) -> str:
@@ -80,6 +85,7 @@ def _row(outcome: Outcome) -> Sequence[str]:
         f"`{outcome.model}`" if outcome.model else "–",
         ways if pushes else "–",
         *(pushes[index] if len(pushes) > index else "–" for index in (0, 1)),
+        f"{outcome.verified} of {outcome.verified + outcome.unread}" if pushes else "–",
         outcome.verdict,
     )
 
