@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +65,9 @@ def searches(call: str, token_ids: list[int]) -> str:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment(), logging_level="ERROR", log_to_driver=False)
+    variables = environment()
+    variables["env_vars"]["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)  # its processes import the tool from here
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env=variables, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -100,7 +100,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     from ray.util import queue
 
     folder = with_tokenizer(save(tiny("llama", 1), tmp_path_factory.mktemp("llama")))
-    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(instep.__file__).parents[1])))
+    here = Path(__file__).parent
+    paths = os.pathsep.join(map(str, (here, here.parent, here.parent / "integration", Path(instep.__file__).parents[1])))
     variables = {**SETTINGS, "PYTHONPATH": paths}
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables}, logging_level="ERROR", log_to_driver=False)
     queues = [queue.Queue(maxsize=100, actor_options={"num_cpus": 0}) for _ in range(3)]
