@@ -64,6 +64,8 @@ class VllmServing:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.dims.vocab_size:
+            raise ConfigError(f"request {request_id} has tokens that the model has not: its vocabulary has {self.dims.vocab_size}")
         try:
             params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         except (ValueError, TypeError) as error:
