@@ -19,6 +19,10 @@ from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU, stop_vllm
 PROMPTS = [[5, 6, 7, 8, 9], list(range(11, 21)), list(range(20, 60))]
 NEW_TOKENS = 8
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""vLLM forks its engines. A process that was forked from one whose OpenMP has threads waits for ever when
+PyTorch first computes with several in host memory, as to read tensors back."""
+
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
@@ -42,9 +46,8 @@ def environment(gpu: int | None) -> dict[str, str]:
     its own, as a process cannot open CUDA memory that it has exported.
     """
     if gpu is None:
-        one = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return ENVIRONMENT | ON_CPU | one
-    return ENVIRONMENT | ON_GPU | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        return ENVIRONMENT | ON_CPU | ONE_THREAD | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return ENVIRONMENT | ON_GPU | ONE_THREAD | {"CUDA_VISIBLE_DEVICES": str(gpu)}
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from instep.bench.machine import cards, processor, versions
-from instep.bench.models.engines import environment
+from instep.bench.models.engines import ONE_THREAD, environment
 from instep.bench.models.families import kind
 from instep.bench.models.outcome import Outcome, Setting
 from instep.bench.subjects import ENVIRONMENT
@@ -130,7 +130,7 @@ def _server() -> Any:
     """Starts the process that others are forked from."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    with patch.dict(os.environ, environment(None) if torch.version.cuda is None else ENVIRONMENT):
+    with patch.dict(os.environ, environment(None) if torch.version.cuda is None else ENVIRONMENT | ONE_THREAD):
         forkserver.ensure_running()
     return context
 
