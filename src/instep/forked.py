@@ -28,7 +28,17 @@ def close(file: int) -> None:
         os.close(file)
 
 
+_child = False
+
+
+def is_child() -> bool:
+    """Whether this process was forked from one that had imported `instep`."""
+    return _child
+
+
 def _close_all() -> None:
+    global _child
+    _child = True
     while _locks:
         with suppress(OSError):
             os.close(_locks.pop())

@@ -27,6 +27,7 @@ from instep.engine.vllm_repairs import (
     remake,
     views_follow,
 )
+from instep.forked import is_child
 from instep.protocol import Identity, Reply, Request, decode, encode
 from instep.receiver import Fill, Fresh, Host
 from instep.receiver.layout import Layout
@@ -66,6 +67,9 @@ def receiver_for(worker: Any) -> Receiver:
 
 def adopt(worker: Any, host: VllmHost, kind: type[Receiver]) -> None:
     """Make the receiver of a vLLM worker, and have it notice what changes weights by other ways."""
+    if host.device != "cpu" and is_child():
+        # OpenMP's threads are not forked, and PyTorch would wait for them in host memory. On a GPU vLLM forks its engine.
+        torch.set_num_threads(1)
     vars(worker)["instep_receiver"] = receiver = kind(host)
     watch(worker, receiver, lambda: host.busy)
 
