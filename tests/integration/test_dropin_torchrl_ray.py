@@ -28,6 +28,8 @@ import ray
 
 WAIT = 300  # seconds: a process that starts on a machine that is busy
 
+STEPS = ("prepare", "pause", "label", "resume")
+
 
 @pytest.fixture(scope="module")
 def cluster(reference: Callable[..., Any]) -> Iterator[None]:
@@ -138,7 +140,8 @@ def test_torchrls_own_engine(cluster: None, checkpoints: Callable[[str, int], Pa
         engine.shutdown()
 
 
-@pytest.mark.parametrize("point", ["prepare", "pause", "commit", "label", "resume"])  # an engine that is known is not asked who it is
+# An engine that is known is not asked who it is.
+@pytest.mark.parametrize("point", ["commit", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in STEPS)])
 def test_an_engine_that_hangs_at_any_step(impatient: tuple[Any, Any], point: str) -> None:
     trainer, receiver = impatient
     get(trainer.update_weights.remote(2))

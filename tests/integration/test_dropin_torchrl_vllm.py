@@ -25,6 +25,7 @@ from instep.errors import ApplyError, EngineLost, EngineTimeout, SyncError, Tran
 pytestmark = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
 
 FAMILY = "qwen3"
+STEPS = ("hello", "trace", "prepare")
 CONFIG = {"master_port": free_port(), "token": "of-the-tests", "timeout": 120.0}
 METADATA = get_model_metadata(tiny(FAMILY, 1))
 
@@ -114,7 +115,7 @@ class TestOverTcp:
         assert not process.do("poll", 0.1)
         sender.shutdown()
 
-    @pytest.mark.parametrize("point", ["hang:hello", "hang:trace", "hang:prepare", "hang:commit"])
+    @pytest.mark.parametrize("point", ["hang:commit", *(pytest.param(f"hang:{one}", marks=pytest.mark.exhaustive) for one in STEPS)])
     def test_an_engine_that_hangs(self, process: EngineProcess, reference: Callable[..., Any], point: str) -> None:
         sender = joined(process)
         sender.update_weights(tiny(FAMILY, 3))

@@ -111,6 +111,7 @@ def gaps(models: dict[str, Any], prompt: list[int], sample: Sample) -> tuple[lis
     return own, others
 
 
+@pytest.mark.exhaustive  # tests/originals has it against the page's own calls
 def test_open_instructs_trainer_brings_weights_to_the_actors(fleet: Fleet) -> None:
     from instep.dropin.open_instruct import broadcast_weights_to_vllm, init_process_group
 

@@ -34,7 +34,7 @@ from instep.dropin.open_instruct import (  # noqa: E402
 )
 from instep.errors import ConfigError  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.program]
 SOON = 120.0
 WORDS, END = 148, 148
 ROWS = [{"index": 3, "ground_truth": "w1", "dataset": "words", "prompt": "w1 w2 w3"}]
