@@ -20,7 +20,7 @@ check-demo: setup-demo  ## whether the demo's results are what they must be
 test: lint  ## everything but whole programs and exhaustive cases, with a real vLLM
 	$(BIN)/pytest -n 2
 
-test-programs: lint  ## whole programs: demos, benchmarks, families of models
+test-programs: lint  ## whole programs: demos, benchmarks, families of models, load
 	$(BIN)/pytest -n 2 -m "program and not exhaustive"
 
 test-all: lint  ## everything

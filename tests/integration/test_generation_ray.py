@@ -65,6 +65,7 @@ def follows(model: Any, engine: Any, name: str) -> None:
         assert {span.version for span in sample.versions} == {name}
 
 
+@pytest.mark.program
 def test_an_actor_generates_takes_weights_in_flight_and_is_missed_when_it_dies(
     cluster: None, checkpoints: Callable[[str, int], Path]
 ) -> None:

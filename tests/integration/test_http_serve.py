@@ -184,6 +184,7 @@ def test_a_server_that_sleeps_for_longer_than_the_deadline(server: Server, model
         serves(server, model, "awake-again")
 
 
+@pytest.mark.program
 def test_sixty_four_completions_at_once_while_fifty_versions_arrive(server: Server, sync: WeightSync, model: Any) -> None:
     """Every one ends, none with an error, and each has its versions in order."""
     order = {f"many-{number}": number for number in range(51)}

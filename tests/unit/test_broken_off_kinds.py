@@ -50,15 +50,7 @@ KINDS: dict[str, tuple[type[Waiting], int, int, dict[str, Any]]] = {
 }
 
 
-ON_A_LOADED_MACHINE = "one call, two workers"
-"""Its engine was once left refusing until a push, which is safe and not what this test expects: not
-found yet, so `make test-all` runs it."""
-CASES = [
-    pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] if name == ON_A_LOADED_MACHINE else []) for name, case in KINDS.items()
-]
-
-
-@pytest.mark.parametrize(("kind", "number", "tp", "settings"), CASES)
+@pytest.mark.parametrize(("kind", "number", "tp", "settings"), KINDS.values(), ids=KINDS)
 def test_a_push_of_any_kind_that_is_cancelled(kind: type[Waiting], number: int, tp: int, settings: dict[str, Any]) -> None:
     fresh = {MemoryEngine(weights, tp=tp).fingerprint(): name for name, weights in WEIGHTS.items()}
     for at in itertools.count(1):
@@ -71,10 +63,14 @@ def test_a_push_of_any_kind_that_is_cancelled(kind: type[Waiting], number: int, 
             with suppress(asyncio.CancelledError):
                 interrupts.run(lambda sync=sync: sync.apush("b"))
             for state, engine in zip(sync.status(), engines, strict=True):
-                generated = in_a_thread(lambda engine=engine: engine.generate([1], 1))
+                assert {one.lease.session for one in engine.receivers} == {None}
+                try:
+                    generated = in_a_thread(lambda engine=engine: engine.generate([1], 1))
+                except EngineDirty:  # one of its workers had taken the version, and the end met the other
+                    assert (tp, state.serving) == (2, "dirty")
+                    continue
                 assert len(generated) == 1
                 assert fresh[engine.fingerprint()] == engine.version == state.version
-                assert {one.lease.session for one in engine.receivers} == {None}
             source.update(WEIGHTS["c"])
             sync.push("c")
             assert {(fresh[one.fingerprint()], one.version) for one in engines} == {("c", "c")}
