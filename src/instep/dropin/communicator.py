@@ -96,10 +96,7 @@ class Communicator:
         """Sends and receives what was noted, all at the same time."""
         noted, self._together = self._together or [], None
         with self._on(None):
-            self.group.begin(self.timeout)
-            for work in [start() for start, _ in noted]:
-                self.group.wait(work)
-            self.group.settle()
+            self._run(*(start for start, _ in noted))
             for _, then in noted:
                 then()
 
@@ -144,9 +141,10 @@ class Communicator:
         if data.numel():
             self._run(lambda: self.group.broadcast(data, src))
 
-    def _run(self, start: Callable[[], Any]) -> None:
+    def _run(self, *starts: Callable[[], Any]) -> None:
         self.group.begin(self.timeout)
-        self.group.wait(start())
+        for work in [start() for start in starts]:
+            self.group.wait(work)
         self.group.settle()
 
     def _between(self, start: Callable[[], Any], then: Callable[[], None]) -> None:

@@ -193,11 +193,11 @@ class Rounds:
 
     def _end_seen(self) -> WorkerReceipt | None:
         """Commits the round where it is seen to be at its end."""
-        if self.fault is not None:
+        if self.fault is not None or self.order.goes_on(self.names):
             return None
-        if tuple(self.names) == self.order.part and not self.order.goes_on(self.names):
+        if tuple(self.names) == self.order.part:
             return self._commit_alone(len(self.names))
-        if self.order.goes_on(self.names) or not self._try(self._complete):
+        if not self._try(self._complete):
             return None
         self.whole = self.order.next(self.names) is not None
         return None if self.whole else self.finish()
