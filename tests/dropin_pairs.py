@@ -26,7 +26,7 @@ def holds(engine: MemoryEngine) -> str:
 
 def joined(engine: Any, model: Any = NEW, **settings: Any) -> VLLMWeightSender:
     """A sender that was given the engine itself."""
-    sender = VLLMWeightSyncScheme(**{"timeout": 20.0, **settings}).create_sender()
+    sender = VLLMWeightSyncScheme(**{"timeout": 20.0, "gpus_per_replica": None, **settings}).create_sender()
     sender.register_model(model)
     sender.init_all_workers_group(get_model_metadata(model), vllm_engine=engine)
     return sender
@@ -45,7 +45,7 @@ def start(
 @contextmanager
 def pair(model: Any, engines: Sequence[Any], **settings: Any) -> Iterator[tuple[VLLMWeightSender, list[VLLMWeightReceiver]]]:
     """Joined over TCP."""
-    scheme = VLLMWeightSyncScheme(num_replicas=len(engines), **{"timeout": 20.0, **settings})
+    scheme = VLLMWeightSyncScheme(num_replicas=len(engines), **{"timeout": 20.0, "gpus_per_replica": None, **settings})
     sender = scheme.create_sender()
     sender.register_model(model)
     receivers = [scheme.create_receiver(engine) for engine in engines]

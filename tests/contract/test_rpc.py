@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import runpy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from asgi import answering, asgi_rpc
 from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
+from instep.engine.pipe import PipeDoor, PipeRpc
 from instep.engine.rpc import Answer, Endpoint, LocalRpc, RemoteEngine, Rpc
 from instep.engine.tcp import TcpDoor, TcpListener
 from instep.errors import ConfigError, EngineDirty, EngineLost, EngineTimeout, PlanError
@@ -41,16 +40,12 @@ def tcp(stack: ExitStack) -> Way:
 
 
 def pipe(stack: ExitStack) -> Way:
-    """Of the example that shows how to write another one."""
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "torchrl_another_rpc.py"))
-
     def way(answer: Answer) -> Rpc:
         ours, theirs = multiprocessing.Pipe()
-        door = example["PipeDoor"](theirs)
+        door = PipeDoor(theirs)
         stack.callback(door.close)
         door.serve(answer)
-        rpc: Rpc = example["PipeRpc"](ours)
-        return rpc
+        return PipeRpc(ours)
 
     return way
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import pickle
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from dropin_pairs import LATER, METADATA, NEW, OLD, holds, joined, pair, start
 from instep import MemoryEngine
 from instep.dropin.torchrl import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
 from instep.engine.rpc import Answer, Endpoint, LocalRpc, RemoteEngine
-from instep.errors import ConfigError, PlanError, SyncError, TransportError
+from instep.errors import ConfigError, EngineLost, PlanError, SyncError, TransportError
 
 pytestmark = [pytest.mark.usefixtures("segments"), pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")]
 
@@ -48,8 +52,8 @@ def test_each_side_waits_no_longer_than_its_timeout() -> None:
 
 
 def test_schemes_that_do_not_share_a_token_do_not_meet() -> None:
-    one = VLLMWeightSyncScheme(timeout=4)
-    two = VLLMWeightSyncScheme(timeout=1, master_port=one.master_port)
+    one = VLLMWeightSyncScheme(timeout=4, token="one")
+    two = VLLMWeightSyncScheme(timeout=1, master_port=one.master_port, token="two")
     first, second = start(one.create_sender(), [two.create_receiver(MemoryEngine(OLD))], METADATA)
     for error in (first, second):
         assert isinstance(error, TransportError)
@@ -58,13 +62,18 @@ def test_schemes_that_do_not_share_a_token_do_not_meet() -> None:
         assert "IncompleteReadError" not in str(error)
 
 
-def test_schemes_share_a_token_by_argument_by_the_environment_or_by_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schemes_share_a_token_by_argument_by_the_environment_or_by_their_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert VLLMWeightSyncScheme(token="t").token == "t"
     scheme = VLLMWeightSyncScheme()
     assert scheme.sender is scheme.sender
     sent = pickle.loads(pickle.dumps(scheme))
     assert (sent.token, sent.master_port, sent._sender) == (scheme.token, scheme.master_port, None)
-    assert scheme.token != VLLMWeightSyncScheme().token
+    assert scheme.token == VLLMWeightSyncScheme().token
+    (folder,) = tmp_path.iterdir()
+    assert [oct(each.stat().st_mode)[-3:] for each in (folder, *folder.iterdir())] == ["700", "600"]
+    folder.chmod(0o755)  # others could have read it, or put it there
+    assert len({scheme.token, VLLMWeightSyncScheme().token, VLLMWeightSyncScheme().token}) == 3
     monkeypatch.setenv("INSTEP_TOKEN", "from-the-environment")
     assert VLLMWeightSyncScheme().token == "from-the-environment"
 
@@ -117,6 +126,77 @@ class TestFirstGeneration:
         assert holds(context.policy.model) == "new"
         sender.shutdown()
         receiver.shutdown()
+
+    @pytest.mark.parametrize("path", ["policy", "policies[0]", "models['actor']", 'models["actor"].model'])
+    def test_a_path_leads_to_a_policy_or_to_its_engine(self, path: str) -> None:
+        policy = torch.nn.Module()
+        policy.model = engine = MemoryEngine(OLD)
+        context = SimpleNamespace(policy=policy, policies=[policy], models={"actor": policy})
+        receiver = VLLMWeightSyncScheme(timeout=20).create_receiver()
+        receiver.register_model(path)
+        receiver.set_context(context)
+        receiver.apply_weights(NEW)
+        assert holds(engine) == "new"
+
+    @pytest.mark.parametrize(
+        ("path", "words"),
+        [("polisy", "Context has no polisy"), ("policies[3]", r"Context.policies has no \[3\]"), ("policies.model", "has no model")],
+    )
+    def test_a_path_that_leads_nowhere_says_how_far_it_leads(self, path: str, words: str) -> None:
+        class Context:
+            policies = ()
+
+        receiver, context = VLLMWeightSyncScheme().create_receiver(path), Context()
+        receiver.set_context(context)
+        with pytest.raises(ConfigError, match=words):
+            receiver.init_all_workers_group(METADATA)
+
+    @pytest.mark.parametrize("registered", ["both", "receiver"])
+    def test_a_pipe_is_a_way_to_the_trainer_and_tcp_another(self, registered: str) -> None:
+        """The page registers a pipe with the worker, and its trainer comes over the collective."""
+        ours, theirs = multiprocessing.Pipe()
+        engine, scheme = MemoryEngine(OLD), VLLMWeightSyncScheme(timeout=20)
+        sender, receiver = scheme.create_sender(), scheme.create_receiver()
+        sender.register_model(NEW)
+        receiver.register_model(engine)
+        receiver.register_worker_transport(theirs)
+        if registered == "both":
+            sender.register_worker(worker_idx=0, pipe_or_context=ours)
+        for _ in range(2):  # a trainer that joins again
+            assert start(sender, [receiver], METADATA) == [None, None]
+            assert (sender.update_weights().engines[0].engine == "pipe") == (registered == "both")
+            assert holds(engine) == "new"
+            assert receiver.poll_and_apply()
+        receiver.shutdown()
+        sender.shutdown()
+
+    def test_the_other_end_of_a_pipe_is_closed(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        sender = VLLMWeightSyncScheme(timeout=20).create_sender()
+        sender.register_worker(0, ours)
+        theirs.close()
+        with pytest.raises(EngineLost, match="closed its end of the pipe"):
+            sender.init_all_workers_group(METADATA)
+
+    def test_a_pipe_that_carries_something_else_is_told(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        receiver = VLLMWeightSyncScheme(timeout=1).create_receiver(MemoryEngine(OLD))
+        receiver.register_worker_transport(theirs)
+        ours.send(("update_weights", None))
+        with pytest.raises(TransportError, match="must carry nothing else"):
+            receiver.init_all_workers_group(METADATA)
+
+    def test_what_is_no_way_is_refused_when_it_is_registered(self) -> None:
+        scheme = VLLMWeightSyncScheme()
+        ours, _ = multiprocessing.Pipe(duplex=False)
+        closed, _ = multiprocessing.Pipe()
+        closed.close()
+        refused: list[tuple[Any, str]] = [(7, "int"), (ours, "both read and write"), (closed, "both read and write")]
+        for pipe, words in refused:
+            with pytest.raises(ConfigError, match=words):
+                scheme.create_receiver().register_worker_transport(pipe)
+            with pytest.raises(ConfigError, match=words):
+                scheme.create_sender().register_worker(0, pipe)
 
     def test_a_path_without_a_context_is_refused(self) -> None:
         receiver = VLLMWeightSyncScheme().create_receiver("policy.model")

@@ -11,9 +11,13 @@
     sender.update_weights()                        # every engine serves the weights now, or the error says which do not
 
 Methods of both generations are here: those of the released classes, and `register_model`, `register_worker`,
-`register_worker_transport` and `set_context` of the classes before them. Works with TorchRL 0.14 and without it.
+`register_worker_transport` and `set_context` of the classes before them. Works with TorchRL 0.14 and without it; `AsyncVLLM`,
+`make_async_vllm_engine`, `RLvLLMEngine`, `vLLMUpdater` and `vLLMUpdaterV2` need it, and are imported when they are asked for.
 `docs/dropins.md` lists what differs from the original.
 """
+
+from importlib import import_module
+from typing import Any
 
 from instep.dropin.torchrl.collective import VLLMWeightSyncScheme
 from instep.dropin.torchrl.double_buffer import (
@@ -23,10 +27,13 @@ from instep.dropin.torchrl.double_buffer import (
     VLLMDoubleBufferWeightSender,
 )
 from instep.dropin.torchrl.receiver import VLLMWeightReceiver
+from instep.dropin.torchrl.refused import REFUSED, refused
 from instep.dropin.torchrl.sender import VLLMWeightSender
+from instep.dropin.torchrl.transport import VLLMCollectiveTransport
 from instep.dropin.torchrl.weights import get_model_metadata
 
 __all__ = [
+    "VLLMCollectiveTransport",
     "VLLMDoubleBufferSyncScheme",
     "VLLMDoubleBufferTransport",
     "VLLMDoubleBufferWeightReceiver",
@@ -36,3 +43,22 @@ __all__ = [
     "VLLMWeightSyncScheme",
     "get_model_metadata",
 ]
+
+WITH_TORCHRL = {
+    "AsyncVLLM": "instep.dropin.torchrl.vllm_async",
+    "make_async_vllm_engine": "instep.dropin.torchrl.vllm_async",
+    "RLvLLMEngine": "torchrl.modules.llm.backends.vllm",
+    "vLLMUpdater": "instep.dropin.torchrl.updater",
+    "vLLMUpdaterV2": "instep.dropin.torchrl.updater",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in REFUSED:
+        found: Any = refused(name)
+    elif name in WITH_TORCHRL:
+        found = getattr(import_module(WITH_TORCHRL[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found

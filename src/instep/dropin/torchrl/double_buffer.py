@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,23 @@ from instep.dropin.torchrl.weights import open_weights
 from instep.errors import ConfigError, SourceError
 
 AGAIN = 0.05  # seconds between two looks for a new version
+logger = logging.getLogger("instep")
+
+
+def checked(num_threads: int) -> int:
+    if num_threads < 1:
+        raise ConfigError(f"num_threads must be 1 or more, not {num_threads}")
+    return num_threads
 
 
 class VLLMDoubleBufferSyncScheme(Scheme):
     """Weights by way of a directory that holds two buffers.
 
     remote_addr: the directory as the trainer sees it. local_addr: as the engines see it, where that is another path.
-    num_threads: not needed, digests use every core.
+    num_threads: 1 or more. Copies and digests use the threads that torch has, however many these are.
     settings: those of `instep.WeightSync`, for the engines' side.
+
+    Raises `ConfigError` for what cannot be meant.
     """
 
     def __init__(
@@ -34,9 +45,12 @@ class VLLMDoubleBufferSyncScheme(Scheme):
         super().__init__(strategy, settings)
         self.remote_addr = remote_addr
         self.local_addr = remote_addr if local_addr is None else local_addr
-        self.num_threads = num_threads
+        self.num_threads = checked(num_threads)
 
-    def create_transport(self, **_: Any) -> VLLMDoubleBufferTransport:
+    def create_transport(self, **unknown: Any) -> VLLMDoubleBufferTransport:
+        """The directory. The original takes any keyword and drops it; here it is refused."""
+        if unknown:
+            raise ConfigError(f"create_transport takes no arguments, not {', '.join(unknown)}")
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, self.num_threads)
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
@@ -52,17 +66,40 @@ class VLLMDoubleBufferTransport:
     def __init__(self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1) -> None:
         self.remote_addr = remote_addr
         self.local_addr = remote_addr if local_addr is None else local_addr
-        self.num_threads = num_threads
+        self.num_threads = checked(num_threads)
         self._name, self._written = secrets.token_hex(4), 0
 
-    def send_weights(self, model_id: str, weights: Any) -> str:  # noqa: ARG002
-        """Writes a new version and returns its name. Raises what `write` raises."""
+    def send_weights(self, model_id: str, weights: Any) -> str:
+        """Writes a new version and returns its name. Raises what `write` raises. model_id: for the log."""
         self._written += 1
         version = f"{self._name}-{self._written}"
         write(Path(self.remote_addr), open_weights(weights), version)
+        logger.info("%s of %s is written to %s", version, model_id, self.remote_addr)
         return version
 
-    def receive_weights(self, timeout: float | None = None, *, than: str | None = None, **_: Any) -> Buffer | None:
+    def receive_weights(self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None) -> Any:
+        """The newest version's tensors by their names, read and compared with their digests: a
+        TensorDict, or a dict where tensordict is not installed.
+
+        timeout: seconds to wait for a first version; not at all by default. The other arguments, which
+        the original takes and drops, are refused.
+
+        Raises `SourceError` where there is none, and for a buffer that is not whole.
+        """
+        if any(given is not None for given in (weights, model, strategy)):
+            raise ConfigError("what is in the directory is returned: weights, model and strategy cannot change it")
+        if (found := self.newest(timeout)) is None:
+            raise SourceError(f"nothing was written to {self.local_addr} yet")
+        with closing(found):
+            tensors = dict(found.tensors())
+            tensors.update({meta.name: tensors[meta.alias_of] for meta in found.metadata() if meta.alias_of is not None})
+        try:
+            from tensordict import TensorDict
+        except ImportError:
+            return tensors
+        return TensorDict(tensors, [])
+
+    def newest(self, timeout: float | None = None, than: str | None = None) -> Buffer | None:
         """The newest version if it is another one `than` this; None where there is none within `timeout` seconds, by default at once.
 
         Raises `SourceError` for a buffer that is not whole.
@@ -125,15 +162,13 @@ class VLLMDoubleBufferWeightReceiver:
         Raises `SourceError` where nothing was written yet and nothing is waited for, and for a buffer that is not what its writer
         wrote. Raises what `WeightSync.push` raises.
         """
-        found = self._transport.receive_weights(timeout, than=self.version)
+        found = self._transport.newest(timeout, self.version)
         if found is None:
             if timeout is None and self.version is None:
                 raise SourceError(f"nothing was written to {self._transport.local_addr} yet")
             return timeout is None
-        try:
+        with closing(found):
             self._local.push(found, found.version)
-        finally:
-            found.close()
         self.version = found.version
         return True
 

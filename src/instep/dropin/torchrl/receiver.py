@@ -6,14 +6,16 @@ import asyncio
 import time
 import weakref
 from concurrent.futures import Future
-from operator import attrgetter
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from instep.dropin.torchrl.reach import in_actors
+from instep.dropin.torchrl.forward import Forward
+from instep.dropin.torchrl.reach import door_of, engine_of, in_actors, resolve
 from instep.dropin.torchrl.scheme import LocalPush
-from instep.dropin.torchrl.weights import Metadata, described, differences, open_weights
+from instep.dropin.torchrl.weights import JOIN, Joining, Metadata, described, differences, open_weights
 from instep.engine import connect
 from instep.engine.rpc import Door, Endpoint, outcome
 from instep.errors import ConfigError, PlanError, TransportError
@@ -22,17 +24,16 @@ from instep.protocol import TensorMeta
 if TYPE_CHECKING:
     from instep.dropin.torchrl.collective import VLLMWeightSyncScheme
 
-JOIN = "join"
-"""The trainer's first request: what it was told of the model, and how long it waits for an answer."""
-Joining = tuple[list[TensorMeta], float]
 AGAIN = 0.02  # seconds between two looks for a new version
 
 
 class VLLMWeightReceiver:
     """The engine's half of a scheme, with the methods of TorchRL's.
 
-    vllm_engine: a `vllm.LLM`, an `AsyncLLM`, or whatever else `WeightSync` takes. One that lives in Ray actors is reached by the trainer
-        itself: then there is nothing to do here, and nothing that `poll_and_apply` could see.
+    vllm_engine: a `vllm.LLM`, an `AsyncLLM`, a policy that holds one as `model`, or whatever else
+        `WeightSync` takes. Engines in Ray actors, as `AsyncVLLM` has them, are reached by the trainer
+        itself or, where it was not given them, through this receiver: then nothing is waited for
+        here, and there is nothing that `poll_and_apply` could see.
 
     The way to the trainer is TCP, unless another one is registered, or has `answer` called (in the event loop of an `AsyncLLM`: awaits
     `aanswer`).
@@ -42,7 +43,9 @@ class VLLMWeightReceiver:
         self._scheme = scheme
         self._model_ref = vllm_engine
         self._context: Any = None
-        self._door: Door | None = None
+        self._doors: list[Door] = []
+        self._came: Door | None = None  # the one that the trainer has come through
+        self._forwards: list[Forward] = []
         self._endpoint: Endpoint | None = None
         self._announced: dict[str, TensorMeta] = {}
         self._joined: Future[None] = Future()
@@ -50,34 +53,45 @@ class VLLMWeightReceiver:
         self._seen: str | None = None
 
     def register_model(self, model_ref: Any) -> None:
-        """The engine, or its dotted path from the context: `policy.model`."""
-        self._model_ref = model_ref
+        """The engine, the policy that holds it, or the path of either from the context: `policy`,
+        `env.policies[0]`."""
+        self._model_ref, self._local = model_ref, None
 
     def set_context(self, context: Any) -> None:
-        """Where a dotted path starts. It is not kept alive."""
-        self._context = weakref.ref(context)
+        """Where a path starts. It is not kept alive, where Python can do without."""
+        try:
+            self._context = weakref.ref(context)
+        except TypeError:
+            self._context = lambda: context
 
-    def register_worker_transport(self, pipe: Door) -> None:
-        """The way to the trainer, instead of TCP."""
-        self._door = pipe
+    def register_worker_transport(self, pipe: Any) -> None:
+        """The way to the trainer: an end of a `multiprocessing.Pipe`, beside TCP, or a `Door` instead of it.
+
+        Raises `ConfigError` for what is neither.
+        """
+        beside = [self._scheme.create_door()] if isinstance(pipe, Connection) else []
+        self._doors = [door_of(pipe), *beside]
 
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
         """Lets the trainer in, and returns when it has come. Its updates then arrive on their own.
 
         Raises `TransportError` where no trainer comes in time, `PlanError` where it was told of another model.
         """
-        timeout, engine = self._scheme.timeout, self._engine()
+        timeout, engine = self._scheme.timeout, engine_of(self._engine())
+        self._announced = described(model_metadata)
         if in_actors(engine):
-            return  # which the trainer reaches without this process
-        self._joined, self._seen = Future(), None
-        self._announced, self._endpoint = described(model_metadata), Endpoint(connect(engine), timeout)
-        door = self._door or self._scheme.create_transport()
-        door.serve(self.aanswer)
-        self._door = door
+            self.shutdown()
+            self._forwards = [Forward(self._scheme.create_door, actor, self._announced, timeout) for actor in engine.actors]
+            return
+        self._joined, self._seen, self._came = Future(), None, None
+        self._endpoint = Endpoint(connect(engine), timeout)
+        self._doors = self._doors or [self._scheme.create_door()]
+        for door in self._doors:
+            door.serve(partial(self._through, door))
         try:
             self._joined.result(timeout)
         except TimeoutError:
-            problem = door.problem
+            problem = "; ".join(door.problem for door in self._doors if door.problem)
             self.shutdown()
             raise TransportError(
                 f"no trainer came within {timeout:g} s" + (f"; {problem}" if problem else ""),
@@ -87,8 +101,9 @@ class VLLMWeightReceiver:
         except PlanError:
             self.shutdown()
             raise
-        if door.problem:  # the trainer has come another way
-            door.close()
+        for door in self._doors:
+            if door is not self._came:
+                door.close()
 
     def answer(self, method: str, payload: bytes) -> bytes:
         """One request of the trainer, from a thread without an event loop. Never raises."""
@@ -102,6 +117,11 @@ class VLLMWeightReceiver:
         if endpoint is None:
             return await outcome(self._closed())
         return await endpoint.answer(method, payload)
+
+    async def _through(self, door: Door, method: str, payload: bytes) -> bytes:
+        if method == JOIN:
+            self._came = door
+        return await self.aanswer(method, payload)
 
     async def _closed(self) -> None:
         raise ConfigError("this receiver lets no trainer in", next_step="call its init_all_workers_group")
@@ -147,14 +167,18 @@ class VLLMWeightReceiver:
     def shutdown(self) -> None:
         """Lets no trainer in any more."""
         self._endpoint = None
-        if self._door is not None:
-            self._door.close()
+        for door in self._doors:
+            door.close()
+        for forward in self._forwards:
+            forward.close()
 
     def _engine(self) -> Any:
-        engine = self._model_ref
-        if isinstance(engine, str):
+        found = self._model_ref
+        if found is None:
+            raise ConfigError("this receiver has no engine", next_step="scheme.create_receiver(engine), or register_model")
+        if isinstance(found, str):
             context = self._context() if self._context is not None else None
             if context is None:
-                raise ConfigError(f"{engine!r} is a path from a context, and there is none, or none any more", next_step="call set_context")
-            engine = attrgetter(engine)(context)
-        return engine
+                raise ConfigError(f"{found!r} is a path from a context, and there is none, or none any more", next_step="call set_context")
+            found = resolve(context, found)
+        return found

@@ -47,13 +47,26 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]
             self._sender = self.create_sender()
         return self._sender
 
-    def _init_on_sender_impl(self, *, model_id: str | None = None, context: Any = None, **_: Any) -> None:
+    def _init_on_sender_impl(self, *, model_id: str | None = None, context: Any = None, **unknown: Any) -> None:
+        if unknown:
+            raise ConfigError(
+                f"a scheme of vLLM's is not shared out by {', '.join(unknown)}",
+                next_step="init_on_sender(model_id=..., context=collector), or use create_sender()",
+            )
         self.model_id, self.context = model_id, context
 
+    def _init_on_receiver_impl(self, model_id: str, context: Any = None, **_: Any) -> None:  # noqa: ARG002
+        raise ConfigError(
+            "a scheme of vLLM's is not received through a collector's worker",
+            next_step="the engine's side is scheme.create_receiver(engine)",
+        )
+
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Sends nothing unless weights are given: engines start with weights of their own."""
+        """Sends nothing unless weights are given: engines start with weights of their own. worker_idx is refused."""
+        if worker_idx is not None:
+            raise ConfigError("every engine takes an update or none does: worker_idx cannot choose among them")
         if not self.initialized_on_sender:
-            super().connect(worker_idx=worker_idx, weights=weights)
+            super().connect(weights=weights)  # which says that init_on_sender comes first
         self.synchronized_on_sender = True
         if weights is not None:
             self.send(weights)
@@ -85,3 +98,6 @@ class LocalPush:
     def push(self, source: Source, version: str | None = None) -> Receipt:
         self._source.source = source
         return self._sync.push(version or f"applied-{uuid.uuid4().hex}")
+
+    def close(self) -> None:
+        self._sync.close()

@@ -14,6 +14,9 @@ from instep.source import Source, open_source
 from instep.source.current import CurrentSource
 
 Metadata = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+JOIN = "join"
+"""The trainer's first request: what it was told of the model, and how long it waits for an answer."""
+Joining = tuple[list[TensorMeta], float]
 
 
 def get_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
