@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +175,20 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.full(shape, 7.0))
         if loader:
             self.weight.weight_loader = loader
+
+
+class Called:
+    def __call__(self, param: nn.Parameter, tensor: torch.Tensor) -> None:
+        param.data.copy_(tensor)
+
+
+@pytest.mark.parametrize("loader", [partial(Called.__call__, None), Called()], ids=["partial", "object"])
+def test_a_loader_without_a_name_is_given_one(host_of: Callable[..., VllmHost], loader: Any) -> None:
+    """vLLM's session reads the name of each loader."""
+    host = host_of(Weight(4, 6, loader=loader), through_loader)
+    for _ in range(2):
+        tensors = version(weight=(4, 6))
+        assert pushed(host, traced(host, tensors), tensors)
 
 
 UNNOTICED: dict[str, tuple[Callable[[], nn.Module], Load, dict[str, tuple[int, ...]]]] = {

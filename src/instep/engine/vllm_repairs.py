@@ -26,6 +26,15 @@ def forget_expert_kernels(model: nn.Module) -> None:
             method.moe_kernel = None
 
 
+def name_loaders(layer: nn.Module) -> None:
+    """Gives each loader that has no name one: vLLM's session asks for it, and `functools.partial` makes none."""
+    kept = (tensor for tensors in get_info(layer).restore_metadata for tensor in tensors.values())
+    for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False), *kept):
+        loader = getattr(tensor, "weight_loader", None)
+        if loader is not None and not hasattr(loader, "__name__"):
+            loader.__name__ = type(loader).__name__
+
+
 def allow_other_tensors(layer: nn.Module, info: Any) -> None:
     """Lets a session end for a layer whose live parameters are others than vLLM remembers. It would fail to copy.
 

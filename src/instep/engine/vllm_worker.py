@@ -22,6 +22,7 @@ from instep.engine.vllm_repairs import (
     allow_other_tensors,
     forget_expert_kernels,
     get_info,
+    name_loaders,
     parted_views,
     refresh_tied,
     remake,
@@ -116,6 +117,8 @@ class VllmHost:
             on_failure = stack.enter_context(tensors_put_back(model.modules()))
             if self.device == "cpu":
                 forget_expert_kernels(model)
+            for layer in model.modules():
+                name_loaders(layer)
             initialize_layerwise_reload(model)
             for layer in model.modules():
                 allow_other_tensors(layer, get_info(layer))

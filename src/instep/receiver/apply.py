@@ -23,7 +23,7 @@ from instep.receiver.copies import Copies, live_tensors
 from instep.receiver.evidence import Look, Place
 from instep.receiver.initial import Compared, compare
 from instep.receiver.rebuilt import DERIVED, try_rebuilding
-from instep.receiver.regions import Tensors, copy_regions
+from instep.receiver.regions import Tensors, copy_regions, offered
 from instep.receiver.rehearsal import Scrambled
 from instep.receiver.structure import Structure
 from instep.receiver.watcher import layer_of
@@ -203,9 +203,7 @@ class Applier:
         """The tensors that layers on reload read, in their order."""
         layers = self.reload.keys() - {*self.plan.unnoticed}
         names = {route.tensor for layer, routes in self.routes.items() if layer in layers for route in routes} | self.plan.computed.keys()
-        for name in tensors:
-            if name in names:
-                yield name, tensors[name].clone() if name in self.plan.overwritten else tensors[name]
+        return offered(self.plan, names, tensors)
 
     def _watched(self) -> Copies | None:
         """What layers that are not direct read: the same object as `copies` has it, for as long as they are the same."""

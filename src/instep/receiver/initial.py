@@ -20,7 +20,7 @@ from instep.errors import ApplyError
 from instep.protocol import WorkerPlan
 from instep.receiver import Fresh, Host
 from instep.receiver.alike import Difference, Kind, alike, differences, is_undetermined, other_values
-from instep.receiver.regions import Tensors
+from instep.receiver.regions import Tensors, offered
 from instep.receiver.watcher import layer_of
 
 COMPUTES = "what it computes"
@@ -111,9 +111,7 @@ class _Comparison:
         self.same |= set(unit.values())
 
     def _wanted(self, unit: Mapping[str, str], tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        wanted = {name for live in unit.values() for name in self.reads.get(live, ())}
-        own = wanted.intersection(self.plan.overwritten)
-        return ((name, tensors[name].clone() if name in own else tensors[name]) for name in tensors if name in wanted)
+        return offered(self.plan, {name for live in unit.values() for name in self.reads.get(live, ())}, tensors)
 
     def _dropped(self, unit: Mapping[str, str]) -> set[str]:
         """Layers whose weights are where they cannot be read: the engine has left an empty tensor in their place."""

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
 from instep.plan.dtypes import widens
 from instep.plan.region import strided
-from instep.protocol import Region, Route, dtype_name
+from instep.protocol import Region, Route, WorkerPlan, dtype_name
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+def offered(plan: WorkerPlan, names: Collection[str | None], tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Some tensors, in their order, as an initial load gives them to the engine's loader.
+
+    Those that the loader computes with are in host memory: the same arithmetic on a GPU rounds
+    otherwise (an exponential differs in the last bit). Those that it writes into are copies.
+    """
+    for name in tensors:
+        if name in names:
+            tensor = tensors[name].cpu() if name in plan.computed else tensors[name]
+            yield name, tensor.clone() if name in plan.overwritten else tensor
 
 
 def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
