@@ -163,6 +163,10 @@ def filling(param: nn.Parameter, tensor: torch.Tensor) -> None:
     param.data.fill_(tensor.item())
 
 
+def copying(param: nn.Parameter, tensor: torch.Tensor, rows: int) -> None:
+    param.data[:rows].copy_(tensor)
+
+
 def of_a_view(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     param = model.get_parameter(name)
     for row in range(len(param)):
@@ -177,15 +181,9 @@ class Weight(nn.Module):
             self.weight.weight_loader = loader
 
 
-class Called:
-    def __call__(self, param: nn.Parameter, tensor: torch.Tensor) -> None:
-        param.data.copy_(tensor)
-
-
-@pytest.mark.parametrize("loader", [partial(Called.__call__, None), Called()], ids=["partial", "object"])
-def test_a_loader_without_a_name_is_given_one(host_of: Callable[..., VllmHost], loader: Any) -> None:
+def test_a_loader_without_a_name_is_given_one(host_of: Callable[..., VllmHost]) -> None:
     """vLLM's session reads the name of each loader."""
-    host = host_of(Weight(4, 6, loader=loader), through_loader)
+    host = host_of(Weight(4, 6, loader=partial(copying, rows=4)), through_loader)
     for _ in range(2):
         tensors = version(weight=(4, 6))
         assert pushed(host, traced(host, tensors), tensors)

@@ -60,7 +60,11 @@ def started(family: Family, folder: Path) -> Iterator[Any]:
     from vllm import LLM
     from vllm.model_executor.models import registry
 
-    room = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05}
+    on_gpu = {
+        "kv_cache_memory_bytes": 1 << 28,
+        "gpu_memory_utilization": 0.05,
+        "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer, the default, is not always there
+    }
     arguments: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_model_len": 128,
@@ -70,7 +74,7 @@ def started(family: Family, folder: Path) -> Iterator[Any]:
         "skip_tokenizer_init": family.pictures is None,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "instep.bench.models.worker.FamilyWorker",
-        **(room if torch.version.cuda else {}),
+        **(on_gpu if torch.version.cuda else {}),
         **({"limit_mm_per_prompt": {"image": 1, "video": 0}} if family.pictures else {}),
     }
     gc.freeze()  # engines collect garbage when they start and end, and what is there by now stays
