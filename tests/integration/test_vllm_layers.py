@@ -163,10 +163,6 @@ def filling(param: nn.Parameter, tensor: torch.Tensor) -> None:
     param.data.fill_(tensor.item())
 
 
-def copying(param: nn.Parameter, tensor: torch.Tensor, rows: int) -> None:
-    param.data[:rows].copy_(tensor)
-
-
 def of_a_view(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     param = model.get_parameter(name)
     for row in range(len(param)):
@@ -183,7 +179,7 @@ class Weight(nn.Module):
 
 def test_a_loader_without_a_name_is_given_one(host_of: Callable[..., VllmHost]) -> None:
     """vLLM's session reads the name of each loader."""
-    host = host_of(Weight(4, 6, loader=partial(copying, rows=4)), through_loader)
+    host = host_of(Weight(4, 6, loader=partial(lambda param, tensor, rows: param.data[:rows].copy_(tensor), rows=4)), through_loader)
     for _ in range(2):
         tensors = version(weight=(4, 6))
         assert pushed(host, traced(host, tensors), tensors)
