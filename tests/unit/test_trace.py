@@ -15,7 +15,7 @@ from instep.errors import ConfigError, PlanError
 from instep.plan.region import covered
 from instep.plan.routes import prove
 from instep.protocol import Region, Route, TensorMeta, WorkerPlan
-from instep.receiver.regions import offered, view
+from instep.receiver.regions import view
 from instep.receiver.trace import trace
 
 Loader = Callable[[nn.Parameter, torch.Tensor], object]
@@ -144,16 +144,6 @@ def test_what_a_loader_writes_into_a_checkpoint_tensor_is_known() -> None:
     plan = trace(host_of(lambda w, x: w.copy_(x.mul_(2)), 4, 6), described({"w": X}))
     assert plan.overwritten == ["w"]
     assert "computes its values on the way" in plan.reload_only["layer"]
-
-
-def test_what_a_loader_computes_with_is_offered_to_it_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an initial load has it from disk: an exponential on a GPU differs from it in the last bit."""
-    plan = trace(host_of(lambda w, x: w.copy_(-torch.exp(x)), 4, 6), described({"w": X}))
-    assert list(plan.computed) == ["w"]
-    there, asked = X + 1, list[torch.Tensor]()
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: asked.append(tensor) or there)
-    ((_, given), (_, other)) = offered(plan, {"w", "other"}, {"w": X, "more": X, "other": X})
-    assert (given is there, other is X, len(asked)) == (True, True, 1)
 
 
 def test_a_checkpoint_tensor_filled_with_zeros_is_a_constant() -> None:
