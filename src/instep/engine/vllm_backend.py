@@ -6,7 +6,8 @@ With it vLLM's four phases bring what `vllm_publisher.py` has published, and `We
 
     init     lets a new trainer take over, and may set the deadline of the phases
     start    forgets what was staged
-    update   traces (the first time), proves the plan, opens the version, proves its bytes: what the engine serves does not change
+    update   traces (the first time), proves the plan, opens the version, proves its bytes: what the engine serves does not change.
+             A version may come in parts: all this is done with the last of them
     finish   commits, in one call: between two engine steps
 
 Three things follow from how vLLM makes these calls.
@@ -42,9 +43,10 @@ import torch
 from instep.config import Config
 from instep.engine.member import Member
 from instep.engine.vllm_guard import refuse_while
-from instep.engine.vllm_peers import Peers, receiver_of
+from instep.engine.vllm_parts import ANEW, Parts
+from instep.engine.vllm_peers import Peers, receiver_of, speaks
 from instep.engine.vllm_worker import WorkerExtension
-from instep.errors import ConfigError, SyncError, VersionConflict
+from instep.errors import ConfigError, EngineState, InstepError, SyncError, VersionConflict
 from instep.extras import needed_by
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import CommitRequest, Manifest, Request, decode, encode
@@ -75,9 +77,11 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """manifest: an encoded `Manifest`, in base64."""
+    """manifest: an encoded `Manifest`, in base64: the whole version, or `part` of `parts`, counted from 1."""
 
     manifest: str
+    part: int = 1
+    parts: int = 1
 
 
 class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -92,10 +96,9 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self.worker = _worker_that_calls()
         _answer_to_instep(self.worker)
         refuse_while(self.worker, self._dirty)
-        parallel = vllm_config.parallel_config
-        every_worker_has_its_own_caller = parallel.distributed_executor_backend == "external_launcher"
-        self.speaks = every_worker_has_its_own_caller or self.worker.rank == parallel.world_size - 1
+        self.speaks = speaks(self.worker)
         self.staged: Manifest | None = None
+        self.parts = Parts()
         self.peers = Peers(self.worker)
         self.init_transfer_engine(InitInfo())
 
@@ -132,7 +135,9 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         raise NotImplementedError("send weights with instep.WeightSync, or with instep.engine.vllm_publisher.WeightPublisher")
 
     async def _stage(self, info: UpdateInfo) -> None:
-        self.staged, manifest = None, decoded(info)
+        manifest = self.parts.add(decoded(info), info.part, info.parts)
+        if manifest is None:
+            return
         check_metadata(manifest.tensors)
         await self.member.hello()
         if not self.member.planned(signed := signature(manifest.tensors)):
@@ -142,11 +147,8 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     async def _commit(self) -> None:
         if (manifest := self.staged) is None:
-            raise VersionConflict(
-                "no version is staged: there is nothing to finish",
-                next_step="call start_weight_update, update_weights and finish_weight_update, in this order",
-            )
-        self.staged = None
+            raise VersionConflict(self.parts.missing() or "no version is staged: there is nothing to finish", next_step=ANEW)
+        self.staged, self.parts = None, Parts()
         request = CommitRequest(manifest.version, manifest.digests)
         await self.member.commit(manifest, request, "keep", lambda: manifest.digests)
 
@@ -167,8 +169,12 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         receiver = receiver_of(self.worker)
         return receiver.dirty() if receiver is not None else None
 
+    def _state(self) -> EngineState:
+        receiver = receiver_of(self.worker)
+        return EngineState(self.peers.name, "dirty" if self._dirty() else "old", receiver.version if receiver is not None else None)
+
     def _unstage(self) -> None:
-        self.staged = None
+        self.staged, self.parts = None, Parts()
         if receiver_of(self.worker) is not None:
             self.worker.instep_call("abort", encode(Request(0, SESSION)))
 
@@ -186,6 +192,8 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         except Exception as error:
             if isinstance(error, SyncError):
                 error.engines = (self.member.state(),)
+            elif isinstance(error, InstepError):
+                error.args = (f"{error.args[0]}; {self._state()}",)
             logger.warning("rank %d: %s", self.worker.rank, error)
             self._start_over()
             self.worker._weight_update_active = False

@@ -22,6 +22,13 @@ def receiver_of(worker: Any) -> Receiver | None:
     return receiver
 
 
+def speaks(worker: Any) -> bool:
+    """Whether this worker raises what has failed in any: the last one, or each where each has a caller of its own."""
+    parallel = worker.vllm_config.parallel_config
+    last: bool = worker.rank == parallel.world_size - 1
+    return last or parallel.distributed_executor_backend == "external_launcher"
+
+
 class Peers:
     """All workers as an `Engine`: a call runs in this worker, and brings the replies of all.
 

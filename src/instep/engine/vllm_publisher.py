@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from instep.config import Config, check_version
+from instep.engine.vllm_parts import split
 from instep.forked import Own
 from instep.plan.routes import check_metadata
 from instep.protocol import Manifest, TensorMeta, dtype_name, encode
@@ -62,6 +63,17 @@ class WeightPublisher:
 
         Raises `ConfigError`, `SourceError`, `PlanError`, `TransportError`: nothing was published.
         """
+        return _info(self._published(version, base))
+
+    def update_infos(self, version: str, parts: int, *, base: str | None = None) -> list[dict[str, Any]]:
+        """As `update_info`, for `parts` calls of `update_weights` between `start` and `finish`, in any order. Engines take all or nothing.
+
+        Raises `ConfigError` for more parts than tensors, too.
+        """
+        found = split(self._published(version, base), parts)
+        return [{**_info(one), "part": number, "parts": parts} for number, one in enumerate(found, 1)]
+
+    def _published(self, version: str, base: str | None) -> Manifest:
         check_version(version)
         self._own.check("WeightPublisher")
         source = Guarded(self._source)
@@ -75,8 +87,7 @@ class WeightPublisher:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 at_rest(torch.device("cuda"))
             published = self._transport.publish(tensors, Placed(source.tensors, source.again, source.stays))
-        manifest = Manifest(version, base, tensors, published.digests, published.location, source.merged)
-        return {"manifest": b64encode(encode(manifest)).decode()}
+        return Manifest(version, base, tensors, published.digests, published.location, source.merged)
 
     def finished(self) -> None:
         """Every engine that was given the last `update_info` has finished, so that the next one may use the same memory. Optional: memory
@@ -91,3 +102,7 @@ class WeightPublisher:
     def _sent(self, meta: TensorMeta) -> TensorMeta:
         floating = getattr(torch, meta.dtype).is_floating_point
         return structs.replace(meta, dtype=dtype_name(self._dtype)) if self._dtype is not None and floating else meta
+
+
+def _info(manifest: Manifest) -> dict[str, Any]:
+    return {"manifest": b64encode(encode(manifest)).decode()}
