@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from rlhf_workers import Engine
 from test_dropin_rounds import alone
 from toys import ToyHost
 
@@ -16,7 +15,8 @@ from instep.errors import VersionConflict
 
 def test_whether_weights_changed_is_told_by_digests_that_are_known(host: ToyHost) -> None:
     rounds = alone(host)
-    worker: Any = SimpleNamespace(instep_rounds=rounds)
+    worker = Engine(1).workers[0]
+    vars(worker)["instep_rounds"] = rounds
     changed = partial(RoundsExtension.check_weights_changed, worker)
     rounds.receiver.history.update({"one": "a", "two": "b", "one again": "a", "live": None})
     for now, answers in {"one": (False, True, False), "two": (True, False, True), "one again": (False, True, False)}.items():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from toys import attention
 
-from instep.dropin.colocate import Bucket, ColocateSender, End
+from instep.dropin.colocate_sender import ColocateSender
+from instep.dropin.colocate_wire import Bucket, End
 from instep.errors import SourceError
 
 pytestmark = pytest.mark.usefixtures("segments")

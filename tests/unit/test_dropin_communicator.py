@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from toys import bits
 
 from instep.dropin import communicator
 from instep.dropin.communicator import Communicator, join
-from instep.errors import DigestMismatch, TransportError
+from instep.errors import ConfigError, DigestMismatch, TransportError
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(60)
@@ -85,6 +86,45 @@ def test_the_calls_of_vllms_communicator(ranks: list[Communicator]) -> None:
     assert all(torch.equal(out, total) for out in outs)
     assert all(torch.equal(one, torch.cat(inputs)) for one in all_of_them)
     assert torch.equal(torch.cat(shares), total)
+
+
+def test_the_calls_whose_ranks_have_different_shares(ranks: list[Communicator]) -> None:
+    whole, sizes = torch.arange(12.0).view(6, 2), [3, 0, 3]
+    rows = whole.split(sizes)
+    gathered, summed = [torch.empty(6, 2) for _ in range(3)], [torch.empty_like(one) for one in rows]
+    at_once([lambda rank=rank: ranks[rank].all_gatherv(gathered[rank], rows[rank], sizes) for rank in range(3)])
+    assert all(torch.equal(one, whole) for one in gathered)
+    at_once([lambda rank=rank: ranks[rank].reduce_scatterv(summed[rank], whole, sizes) for rank in range(3)])
+    assert torch.equal(torch.cat(summed), 3 * whole)
+    only = torch.zeros(6, 2)
+    at_once([lambda rank=rank: ranks[rank].reduce(only, whole, root=1) for rank in range(3)])
+    assert torch.equal(only, 3 * whole)
+    rooms = [torch.zeros_like(one) for one in rows]
+    at_once([lambda rank=rank: ranks[rank].scatter(rooms[rank], whole if rank == 1 else None, sizes, root=1) for rank in range(3)])
+    assert torch.equal(torch.cat(rooms), whole)
+    got = [torch.zeros(2), torch.zeros(2)]
+    isend, irecv = torch.distributed.isend, torch.distributed.irecv
+
+    def swap(rank: int) -> None:
+        operations = [SimpleNamespace(op=isend, tensor=whole[rank], group_peer=1 - rank)]
+        ranks[rank].batch_isend_irecv([*operations, SimpleNamespace(op=irecv, tensor=got[rank], group_peer=1 - rank)])
+
+    at_once([lambda: swap(0), lambda: swap(1)])
+    assert [one.tolist() for one in got] == [whole[1].tolist(), whole[0].tolist()]
+    with pytest.raises(ConfigError, match="add up to 6"):
+        ranks[0].all_gatherv(torch.empty(6, 2), rows[0], [1, 2, 2])
+
+
+def test_the_attributes_of_vllms_communicator() -> None:
+    (alone,) = group(1)
+    assert (alone.rank, alone.world_size, alone.device, alone.available, alone.disabled) == (0, 1, CPU, True, False)
+    alone.broadcast(torch.ones(2), src=0)
+    with pytest.raises(AttributeError, match="unique_id is NCCL's own"):
+        _ = alone.unique_id
+    alone.destroy()
+    assert (alone.available, alone.disabled) == (False, True)
+    with pytest.raises(TransportError, match="it was closed"):
+        alone.broadcast(torch.ones(2), src=0)
 
 
 def test_a_group_of_calls_is_made_at_the_same_time(ranks: list[Communicator]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing import reductions
 from toys import bits
 
-from instep.dropin.colocate import ColocateSender
+from instep.dropin.colocate_sender import ColocateSender
 from instep.dropin.handles import SEGMENT, mine, of_worker, rebuild_ipc, share
 from instep.errors import PlanError, TransportError
 from instep.transport.shm import Segment

@@ -72,6 +72,20 @@ def test_an_engine_has_chosen_instep_or_not() -> None:
     assert not vllm_plugin.chosen(SimpleNamespace())
 
 
+def test_calls_carry_a_dtype_as_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Encoder:
+        def enc_hook(self, obj: Any) -> Any:
+            raise TypeError(f"{type(obj)} is not serializable")
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.serial_utils", SimpleNamespace(MsgpackEncoder=Encoder))  # type: ignore[arg-type]
+    install(monkeypatch, (0, 32))
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert Encoder().enc_hook(torch.bfloat16) == "torch.bfloat16"
+    with pytest.raises(TypeError, match="not serializable"):
+        Encoder().enc_hook(object())
+
+
 class Engine:
     """vLLM's four phases over stub workers, each with a `MemoryHost`."""
 

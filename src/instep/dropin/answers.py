@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from instep.dropin.calls import state_in
 from instep.dropin.communicator import Communicator
 from instep.errors import ConfigError, EngineState, EngineTimeout, Serving, SyncError
 
 GRACE = 2.0  # seconds that a collective may go on after an engine has failed: it may have taken part
+
+UNKNOWN: Serving = "unknown"
 
 LATE = TimeoutError("no answer in time")
 
@@ -99,8 +102,7 @@ def _error(answer: Any) -> str | None:
 
 def _state(engine: str, phase: str, answer: Any) -> EngineState:
     error = _error(answer)
-    serving: Serving = "unknown"
-    version = None
+    serving, version = state_in(str(answer)) if isinstance(answer, Exception) else (UNKNOWN, None)
     if isinstance(answer, list) and (statuses := [status for status in answer if isinstance(status, dict) and "dirty" in status]):
         serving = "dirty" if any(status["dirty"] for status in statuses) else "new" if statuses[0]["committed"] else "old"
         version = statuses[0]["version"]

@@ -1,12 +1,13 @@
 """The group of the originals: calls on tensors of all ranks, each ended by a deadline.
 
 A header goes ahead of every broadcast: how many bytes follow, and their digest. So receivers know whether they got what the sender has, and
-one that expects something else takes the bytes all the same: the ranks stay in step.
+one that expects something else takes the bytes all the same: the ranks stay in step. The header is a sum over all ranks, so that nothing is
+sent before all have come: bytes that nobody took would be taken for those of the next broadcast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,27 +16,46 @@ from torch.distributed import ReduceOp
 
 from instep.digest import MASK, digest, seed_of
 from instep.digest_cuda import Table, in_one
-from instep.errors import DigestMismatch, PlanError, TransportError
+from instep.errors import ConfigError, DigestMismatch, PlanError, TransportError
 from instep.protocol import ITEM_BYTES, TensorMeta, dtype_name
 from instep.transport.group import Group, find, serve
 
 DEADLINE = 300.0
 """Seconds for a group to form and for each call on it, unless told otherwise: what vLLM's examples wait for a group."""
 
+OF_NCCL = {"nccl", "nccl_version", "unique_id", "comm", "from_unique_id_bytes", "register_comm_window", "register_comm_window_raw"}
+OF_NCCL |= {"deregister_comm_window", "suspend", "resume"}
+TURN = "turn"
+"""In a group's store: the number of the broadcast that its sender has begun."""
+
 
 class Communicator:
     """Rank `rank` of `world_size`, on `device`: NCCL for a GPU, Gloo for the CPU. Every call returns when its work is done.
 
     Calls raise `TransportError` at the deadline, when a peer is gone, or when another rank gave up. Names and arguments are those of
-    vLLM's `PyNcclCommunicator`, as far as its examples call them.
+    vLLM's `PyNcclCommunicator`; what only NCCL itself has is an `AttributeError` that says so.
     """
-
-    available, disabled = True, False
 
     def __init__(self, group: Group, timeout: float) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.world_size, self.device = group.rank, group.size, group.device
+        self.turns = 0
+        """Broadcasts that this rank has taken part in."""
         self._together: list[tuple[Callable[[], Any], Callable[[], None]]] | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether calls can be made: until the group ends."""
+        return self.group.broken is None
+
+    @property
+    def disabled(self) -> bool:
+        return not self.available
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_NCCL:
+            raise AttributeError(f"{name} is NCCL's own, which vLLM's PyNcclCommunicator holds: this group is one of torch's and has none")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
         """Rank `src`'s tensor into everybody else's, of the same dtype and shape.
@@ -43,6 +63,7 @@ class Communicator:
         Raises `TransportError` on ranks whose tensor is of another dtype or shape, `DigestMismatch` where other bytes arrive. Both
         leave the group in order.
         """
+        self.turns += 1
         with self._on(stream):
             if src == self.rank:
                 self._send_all(tensor.detach().to(self.device).contiguous(), src)
@@ -51,8 +72,9 @@ class Communicator:
 
     def skip(self, src: int = 0) -> None:
         """Takes part in a broadcast whose tensor this rank has no use for."""
+        self.turns += 1
         with self._on(None):
-            nbytes = self._header(None, src)[0]
+            nbytes = self._header([0, 0, 0])[0]
             self._flat(torch.empty(nbytes, dtype=torch.uint8, device=self.device), src)
 
     def all_reduce(
@@ -72,6 +94,60 @@ class Communicator:
             for rank, room in enumerate(rooms):
                 self._flat(_bytes(room), rank)
             output_tensor.detach().copy_(torch.stack(rooms).view(output_tensor.shape))
+
+    def all_gatherv(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, sizes: Sequence[int], stream: Any = None) -> None:
+        """As `all_gather`, where rank i has `sizes[i]` rows. Raises `ConfigError` for sizes that do not add up."""
+        self._check(sizes, output_tensor)
+        with self._on(stream):
+            rooms = [
+                torch.empty_like(rows, memory_format=torch.contiguous_format) for rows in torch.split(output_tensor.detach(), list(sizes))
+            ]
+            rooms[self.rank].copy_(input_tensor.detach())
+            for rank, room in enumerate(rooms):
+                self._flat(_bytes(room), rank)
+            output_tensor.detach().copy_(torch.cat(rooms))
+
+    def reduce(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, root: int, op: Any = ReduceOp.SUM, stream: Any = None
+    ) -> None:
+        """All ranks' tensors combined, in rank `root`'s `output_tensor`."""
+        combined = self.all_reduce(input_tensor, op=op, stream=stream)
+        if self.rank == root:
+            output_tensor.detach().copy_(combined.view(output_tensor.shape))
+
+    def reduce_scatterv(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, sizes: Sequence[int], op: Any = ReduceOp.SUM, stream: Any = None
+    ) -> None:
+        """As `reduce_scatter`, where rank i's share has `sizes[i]` rows. Raises `ConfigError` for sizes that do not add up."""
+        self._check(sizes, input_tensor)
+        combined = self.all_reduce(input_tensor, op=op, stream=stream)
+        output_tensor.detach().copy_(torch.split(combined, list(sizes))[self.rank].view(output_tensor.shape))
+
+    def scatter(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor | None, sizes: Sequence[int], root: int = 0, stream: Any = None
+    ) -> None:
+        """Rank `root`'s `sizes[i]` rows to rank i's `output_tensor`. Other ranks need no `input_tensor`."""
+        if self.rank != root:
+            if sizes[self.rank]:
+                self.recv(output_tensor, root, stream)
+            return
+        assert input_tensor is not None
+        self._check(sizes, input_tensor)
+        self.group_start()
+        for rank, rows in enumerate(torch.split(input_tensor.detach(), list(sizes))):
+            if rank == root:
+                output_tensor.detach().copy_(rows)
+            elif len(rows):
+                self.send(rows, rank, stream)
+        self.group_end()
+
+    def batch_isend_irecv(self, p2p_ops: Sequence[Any], stream: Any = None) -> None:
+        """What `torch.distributed.P2POp`s say, all at the same time. Peers are ranks of this group."""
+        self.group_start()
+        for one in p2p_ops:
+            call = self.send if one.op is torch.distributed.isend else self.recv
+            call(one.tensor, one.group_peer, stream)
+        self.group_end()
 
     def reduce_scatter(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: Any = ReduceOp.SUM, stream: Any = None) -> None:
         """This rank's share of all ranks' tensors combined, in `output_tensor`."""
@@ -100,6 +176,11 @@ class Communicator:
             for _, then in noted:
                 then()
 
+    def missed(self) -> bool:
+        """Whether another rank has begun a broadcast in which this one does not take part. Raises where the group's store is gone."""
+        store = self.group.store
+        return bool(store.check([TURN])) and int(store.get(TURN)) > self.turns
+
     def give_up(self, reason: str) -> None:
         """Ends every rank's waits. The group is of no more use."""
         self.group.give_up(reason)
@@ -111,15 +192,20 @@ class Communicator:
         """`close`, by the name that vLLM has for it."""
         self.close()
 
+    def _check(self, sizes: Sequence[int], rows: torch.Tensor) -> None:
+        if len(sizes) != self.world_size or sum(sizes) != len(rows):
+            raise ConfigError(f"sizes {list(sizes)} are not the rows of {self.world_size} ranks that add up to {len(rows)}")
+
     def _send_all(self, data: torch.Tensor, src: int) -> None:
         meta = nameless(data)
-        self._header([data.nbytes, seed_of(meta), sum_of(data, meta)], src)
+        self.group.store.set(TURN, str(self.turns))
+        self._header([data.nbytes, seed_of(meta), sum_of(data, meta)])
         self._flat(_bytes(data), src)
 
     def _receive_all(self, tensor: torch.Tensor, src: int) -> None:
         room = tensor.detach().to(self.device).contiguous()
         meta = nameless(room)
-        nbytes, seed, sent = self._header(None, src)
+        nbytes, seed, sent = self._header([0, 0, 0])
         if (nbytes, seed) != (room.nbytes, seed_of(meta)):
             self._flat(torch.empty(nbytes, dtype=torch.uint8, device=self.device), src)
             raise TransportError(
@@ -131,10 +217,11 @@ class Communicator:
             raise DigestMismatch(f"a {meta.dtype} of shape {list(meta.shape)} arrived with digest {got:016x}, rank {src} sent {sent:016x}")
         _put(room, tensor)
 
-    def _header(self, values: list[int] | None, src: int) -> list[int]:
-        signed = [value - (1 << 64) if value >> 63 else value for value in values or [0, 0, 0]]
+    def _header(self, values: list[int]) -> list[int]:
+        """The sender's values: those of all other ranks are zeros."""
+        signed = [value - (1 << 64) if value >> 63 else value for value in values]
         header = torch.tensor(signed, dtype=torch.int64, device=self.device)
-        self._run(lambda: self.group.broadcast(header, src))
+        self._run(lambda: self.group.all_reduce(header))
         return [value & MASK for value in header.tolist()]
 
     def _flat(self, data: torch.Tensor, src: int) -> None:

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 
 from instep.dropin.answers import GRACE, call, meanwhile, settle
+from instep.dropin.calls import by_all, in_turn
 from instep.dropin.communicator import DEADLINE, Communicator, dtype_of, join
-from instep.dropin.extension import RoundsExtension, Status, answer
+from instep.dropin.extension import RoundsExtension, rounds_of
 from instep.dropin.handles import Handles, device_id, of_worker, rebuild_tensor, share
 from instep.dropin.ray_group import join_with_ray
 from instep.dropin.torch_group import TorchGroup
 from instep.dropin.zero import tell_all_ranks, weights
 from instep.errors import ConfigError, TransportError
-from instep.protocol import dtype_name
+from instep.protocol import WorkerReceipt, dtype_name
 
 __all__ = ["Communicator", "WorkerWrap", "broadcast_weights_to_vllm", "init_process_group", "share"]
 
@@ -36,6 +37,7 @@ logger = logging.getLogger("instep")
 class WorkerWrap(RoundsExtension):
     """vLLM's worker with Open Instruct's methods."""
 
+    @by_all
     def init_process_group(
         self,
         master_address: str,
@@ -46,7 +48,7 @@ class WorkerWrap(RoundsExtension):
         backend: str = "nccl",
         use_ray: bool = False,
         timeout_minutes: float = 120,
-    ) -> Status:
+    ) -> None:
         """Joins the trainer's group, with rank `rank_offset` + this worker's rank.
 
         timeout_minutes: for the group to form, and for each broadcast that follows.
@@ -56,15 +58,17 @@ class WorkerWrap(RoundsExtension):
         def enter(rank: int) -> Communicator:
             return _join(backend, method, timeout_minutes * 60, world_size, rank, group_name, use_ray, self.device)  # type: ignore[attr-defined]
 
-        return answer(self, lambda _: self.instep_join(rank_offset, enter, timeout_minutes * 60))
+        self.instep_join(rank_offset, enter, timeout_minutes * 60)
 
-    def update_weight(self, name: str, dtype: str | torch.dtype, shape: Any, empty_cache: bool | None = None) -> Status:
+    @in_turn
+    def update_weight(self, name: str, dtype: str | torch.dtype, shape: Any, empty_cache: bool | None = None) -> WorkerReceipt | None:
         """Receives one tensor from rank 0. empty_cache: whether it is the last one; left out, the end of an update is seen here."""
-        return answer(self, lambda rounds: self.instep_receive(rounds, name, dtype, shape, last=empty_cache))
+        return self.instep_receive(name, dtype, shape, last=empty_cache)
 
+    @by_all
     def update_weight_cuda_ipc(
         self, name: str, dtype: str | torch.dtype, shape: Any, ipc_handles: Handles = None, empty_cache: bool | None = None
-    ) -> Status:
+    ) -> WorkerReceipt | None:
         """Copies one tensor from the trainer's memory on this GPU; the trainer may change it when this has returned.
 
         ipc_handles: by the UUID of a GPU, what `share` or PyTorch's `reduce_tensor` made of the tensor there; or a list: of such
@@ -76,7 +80,7 @@ class WorkerWrap(RoundsExtension):
             handle = of_worker(ipc_handles, device_id(device), self.rank)  # type: ignore[attr-defined]
             return rebuild_tensor(handle, dtype_of(dtype), tuple(shape), device.index).clone()
 
-        return answer(self, lambda rounds: rounds.add(name, bring, last=empty_cache))
+        return rounds_of(self).add(name, bring, last=empty_cache)
 
     def report_device_id(self) -> str:
         """The key of `ipc_handles` that is meant for this worker."""

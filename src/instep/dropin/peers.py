@@ -52,7 +52,34 @@ class Peers:
     def tell(self, topic: str, error: InstepError) -> None:
         """This worker has nothing else to say about a topic. About `NUMBER failed`: the others shall not commit this round."""
         if self.size > 1:
-            self._say(topic, _Word(fault=Fault(type(error).__name__, str(error.args[0]), error.tensor)))
+            self._say(topic, _Word(fault=_fault(error)))
+
+    def end(self, call: int, error: InstepError | None, *, hear: bool) -> InstepError | None:
+        """How a call of all workers ended in this one. hear: waits for the others, and returns the first error of all; otherwise this
+        worker's own. Calls are numbered alike in all workers.
+
+        An error of another worker begins with its rank. One that is silent until the deadline is an error too.
+        """
+        if self.size == 1:
+            return error
+        own, before = f"call {call} {self.rank}", f"call {call - 2} {self.rank}"
+        self.store.set(own, encode(_Word(fault=None if error is None else _fault(error))))
+        self.store.delete_key(before)  # nobody looks for it any more: all have ended the call after it
+        if not hear:
+            return error
+        limit = time.monotonic() + self.timeout
+        for rank in (rank for rank in range(self.size) if rank != self.rank):
+            if (other := self._ended(f"call {call} {rank}", rank, limit)) is not None:
+                return error if error is not None and self.rank < rank else other
+        return error
+
+    def _ended(self, key: str, rank: int, limit: float) -> InstepError | None:
+        while not self.store.check([key]):
+            if time.monotonic() > limit:
+                return TransportError(f"worker {rank} of the engine did not end this call within {self.timeout:g} s")
+            time.sleep(0.0005)
+        fault = decode(self.store.get(key), _Word).fault
+        return None if fault is None else _error(rank, fault)
 
     def forget(self, number: int) -> None:
         """What was said before the round ahead of this one: nobody asks for it any more."""
@@ -73,7 +100,15 @@ class Peers:
 
 def _raise(rank: int, fault: Fault | None) -> None:
     if fault is not None:
-        raise by_name(fault.kind)(f"worker {rank}: {fault.message}", tensor=fault.tensor)
+        raise _error(rank, fault)
+
+
+def _fault(error: InstepError) -> Fault:
+    return Fault(type(error).__name__, str(error.args[0]), error.tensor, vars(error).get("next_step"))
+
+
+def _error(rank: int, fault: Fault) -> InstepError:
+    return by_name(fault.kind)(f"worker {rank}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)
 
 
 def of_worker(worker: Any, timeout: float) -> Peers:

@@ -37,6 +37,8 @@ class Rounds:
         self.together = Together(receiver, peers, cast=cast)
         self.receipt: WorkerReceipt | None = None
         self.order = Order()
+        self.changed = False
+        """Whether the last update was committed, and has other tensors than the one before."""
         self.number = 0
         self.begin()
 
@@ -107,11 +109,12 @@ class Rounds:
         return not self.whole and bool(self.order.full) and self.order.alone(self.names) == len(self.names) > 0
 
     def _commit(self, version: str, *, alone: bool = False) -> WorkerReceipt:
-        names = self.names
+        names, before, self.changed = self.names, self.together.last, False
         try:
             if self.fault is not None:
                 raise self.fault
             self.receipt = self.together.commit(self.stage, version)
+            self.changed = self.together.last != before
         except InstepError as error:
             logger.error("round %d: %s", self.number, error)
             raise
@@ -141,6 +144,7 @@ class Rounds:
             return None
 
     def _fail(self, error: Exception) -> None:
+        self.changed = False
         if self.fault is None:
             self.fault = as_instep(error)
             self.peers.tell(f"{self.number} failed", self.fault)

@@ -13,16 +13,36 @@ Tensors wait in the workers until the engine's last parameter has come; then all
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from instep.dropin.colocate import ColocateSender, ColocateWorkerExtension
+from instep.dropin.calls import by_all, in_turn
+from instep.dropin.colocate import ColocateWorkerExtension
+from instep.dropin.colocate_sender import ColocateSender
 from instep.dropin.communicator import DEADLINE, Communicator, join
-from instep.dropin.extension import RoundsExtension, Status, answer
+from instep.dropin.extension import RoundsExtension
 from instep.dropin.handles import rebuild_ipc
+from instep.protocol import WorkerReceipt
 
-__all__ = ["ColocateSender", "ColocateWorkerExtension", "Communicator", "WorkerExtension", "rebuild_ipc", "stateless_init_process_group"]
+__all__ = [
+    "ColocateSender",
+    "ColocateWorkerExtension",
+    "Communicator",
+    "FlattenedTensorMetadata",
+    "WorkerExtension",
+    "rebuild_ipc",
+    "stateless_init_process_group",
+]
+
+
+class FlattenedTensorMetadata(TypedDict):
+    """Where a tensor lies in the buffer of the colocated example: `offset` in bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int
 
 
 def stateless_init_process_group(
@@ -40,16 +60,18 @@ class WorkerExtension(RoundsExtension):
 
     instep_cast = True
 
+    @by_all
     def init_weight_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, timeout: float = DEADLINE
-    ) -> Status:
+    ) -> None:
         """Joins the trainer's group, with rank `rank_offset` + this worker's rank."""
 
         def enter(rank: int) -> Communicator:
             return join(master_address, int(master_port), rank, world_size, self.device, timeout)  # type: ignore[attr-defined]
 
-        return answer(self, lambda _: self.instep_join(rank_offset, enter, timeout))
+        self.instep_join(rank_offset, enter, timeout)
 
-    def update_weight(self, name: str, dtype_name: str, shape: Any) -> Status:
+    @in_turn
+    def update_weight(self, name: str, dtype_name: str | torch.dtype, shape: Any) -> WorkerReceipt | None:
         """Receives one tensor from rank 0. With the last that the engine needs, the new weights are in place."""
-        return answer(self, lambda rounds: self.instep_receive(rounds, name, dtype_name, shape, last=None))
+        return self.instep_receive(name, dtype_name, shape, last=None)

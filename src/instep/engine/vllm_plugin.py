@@ -1,7 +1,8 @@
 """What vLLM loads at its start, in every process, through the entry point `vllm.general_plugins`.
 
-It makes `instep` a name that `weight_transfer_config` knows, and gives vLLM's `EngineCore` the utility call `instep_commit` (see
-`vllm_core.py`). Nothing is imported for either until it is asked for. Where `VLLM_PLUGINS` is set, `instep` must be in it.
+It makes `instep` a name that `weight_transfer_config` knows, gives vLLM's `EngineCore` the utility call `instep_commit` (see
+`vllm_core.py`), and has calls of workers carry dtypes. Nothing is imported for these until it is asked for. Where `VLLM_PLUGINS` is set,
+`instep` must be in it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def register() -> None:
     """May be repeated. Never raises, as vLLM would not start; does nothing where weight transfer has other phases (vLLM before 0.25)."""
     try:
         _add_commit()
+        _name_dtypes()
         _register()
     except Exception:
         logging.getLogger("instep").warning("vLLM's weight transfer cannot be told of instep; the worker extension works", exc_info=True)
@@ -34,6 +36,25 @@ def _add_commit() -> None:
         if hasattr(core, "set_weight_version"):  # vLLM 0.27 and later
             _watch(core, "collective_rpc")
             _watch(core, "sleep")
+
+
+def _name_dtypes() -> None:
+    """Have vLLM's calls of its workers carry a `torch.dtype` as its name, where they have no form for one."""
+    encoder: Any = getattr(sys.modules.get("vllm.v1.serial_utils"), "MsgpackEncoder", None)
+    run = getattr(encoder, "enc_hook", None)
+    if run is None or hasattr(run, "__wrapped__"):
+        return
+
+    @wraps(run)
+    def enc_hook(self: Any, obj: Any) -> Any:
+        try:
+            return run(self, obj)
+        except TypeError:
+            if not isinstance(obj, sys.modules["torch"].dtype):
+                raise
+            return str(obj)
+
+    encoder.enc_hook = enc_hook
 
 
 def _watch(core: Any, name: str) -> None:

@@ -1,0 +1,183 @@
+"""What callers of the worker extensions hear of a failure: also those who look at no answer, and trainers who wait in a broadcast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rlhf_workers import Engine
+from toys import attention
+
+from instep.dropin import absent
+from instep.dropin.absent import patience
+from instep.dropin.answers import in_thread
+from instep.dropin.calls import state_in
+from instep.dropin.vllm_rlhf import Communicator
+from instep.errors import TransportError
+
+pytestmark = pytest.mark.timeout(60)
+NAMES = list(attention(1))
+
+
+@pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return Engine(request.param)
+
+
+@pytest.fixture
+def group(engine: Engine) -> Iterator[Communicator]:
+    with engine.joined() as made:
+        yield made
+
+
+def update(engine: Engine, group: Communicator, weights: dict[str, torch.Tensor]) -> Any:
+    """The examples' loop, whose caller looks at no answer."""
+    for name, p in weights.items():
+        handle = engine.starts("update_weight", name, str(p.dtype).removeprefix("torch."), p.shape)
+        group.broadcast(p, src=0, stream=None)
+        answer = handle.result(20)
+    return answer
+
+
+def in_step(engine: Engine) -> bool:
+    """Whether no worker is a reply behind."""
+    return [status["rank"] for status in engine.call("instep_status")] == list(range(len(engine.workers)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_fails_is_heard_of_by_a_caller_that_looks_at_no_answer(rank: int) -> None:
+    engine = Engine(2)
+    with engine.joined() as group:
+        update(engine, group, attention(2))
+        engine.memory.hosts[rank].fail_at = 2
+        with pytest.raises(RuntimeError, match=f"worker {rank}: .*told to fail.*; the engine holds parts of two versions") as failure:
+            update(engine, group, attention(3))
+        assert state_in(str(failure.value)) == ("dirty", None)
+        assert in_step(engine)
+        engine.memory.hosts[rank].fail_at = None
+        update(engine, group, attention(3))
+        assert engine.serves(3)
+
+
+def test_what_all_workers_refuse_is_raised_once(engine: Engine, group: Communicator) -> None:
+    update(engine, group, attention(2))
+    handle = engine.starts("update_weight", "surprise", "bfloat16", [3])
+    group.broadcast(torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(Exception, match="surprise") as failure:
+        handle.result(20)
+    assert state_in(str(failure.value)) == ("old", "round-2")
+    assert in_step(engine)
+    assert engine.serves(2)
+
+
+@pytest.mark.parametrize("arguments", [(NAMES[0], "bfloat17", [2]), (NAMES[0], torch.bfloat16, ["two"]), (NAMES[0],), ()], ids=str)
+def test_what_a_worker_refuses_leaves_no_trainer_in_its_broadcast(engine: Engine, group: Communicator, arguments: tuple[Any, ...]) -> None:
+    """The worker takes part, raises, and is in step for the next update."""
+    update(engine, group, attention(2))
+    handle = engine.starts("update_weight", *arguments)
+    started = time.monotonic()
+    group.broadcast(attention(3)[NAMES[0]])
+    with pytest.raises(Exception, match=r"bfloat17|two|argument"):
+        handle.result(20)
+    assert time.monotonic() - started < 10
+    assert in_step(engine)
+    assert engine.serves(2)
+    update(engine, group, attention(3))
+    assert engine.serves(3)
+
+
+def test_a_worker_that_cannot_even_begin_leaves_no_trainer_in_its_broadcast(engine: Engine) -> None:
+    with engine.joined() as group:
+        for worker in engine.workers:
+            del vars(worker)["instep_rounds"]
+            vars(worker)["instep_receiver"] = None
+        handle = engine.starts("update_weight", NAMES[0], "bfloat16", attention(3)[NAMES[0]].shape)
+        group.broadcast(attention(3)[NAMES[0]])
+        with pytest.raises(Exception, match="NoneType"):
+            handle.result(20)
+
+
+def test_a_dtype_may_be_a_dtype(engine: Engine, group: Communicator) -> None:
+    for name, p in attention(2).items():
+        handle = engine.starts("update_weight", name, p.dtype, p.shape)
+        group.broadcast(p)
+        handle.result(20)
+    assert engine.serves(2)
+
+
+def test_a_call_that_never_came_ends_the_trainers_broadcast(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the deadline of the group it would have waited for a minute. The next group works."""
+    monkeypatch.setattr(absent, "SHORTEST", 0.6)
+    monkeypatch.setattr(absent, "LOOK", 0.05)
+    with engine.joined(timeout=8) as group:
+        update(engine, group, attention(2))
+        engine.request()
+        started = time.monotonic()
+        with pytest.raises(TransportError, match=r"worker \d of the engine was not called for 0\.8 s while this broadcast waited"):
+            group.broadcast(attention(3)[NAMES[0]])
+        assert time.monotonic() - started < 7
+        with pytest.raises(Exception, match="was not called"):
+            engine.call("update_weight", NAMES[0], "bfloat16", attention(3)[NAMES[0]].shape)
+    assert engine.serves(2)
+    with engine.joined() as group:
+        update(engine, group, attention(3))
+    assert engine.serves(3)
+
+
+def test_an_engine_that_works_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(1)
+    monkeypatch.setattr(absent, "SHORTEST", 0.6)
+    monkeypatch.setattr(absent, "LOOK", 0.05)
+    with engine.joined(timeout=6) as group:
+        update(engine, group, attention(2))
+        first, p = next(iter(attention(3).items()))
+
+        def steps_first() -> None:
+            for _ in range(10):
+                engine.request()
+                time.sleep(0.2)
+            engine.call("update_weight", first, "bfloat16", p.shape)
+
+        working = in_thread(steps_first)
+        group.broadcast(p)
+        working.result(20)
+
+
+def test_a_tenth_of_the_deadline_is_waited_for_a_call() -> None:
+    assert [patience(seconds) for seconds in (2, 60, 300, 3000)] == [2, 10, 30, 300]
+
+
+def test_bytes_of_a_broadcast_that_nobody_took_are_not_taken_for_the_next_one(engine: Engine, group: Communicator) -> None:
+    """Gloo sends small tensors ahead: a sender would go on before anybody has come."""
+    update(engine, group, attention(2))
+    small = NAMES[-1]
+    sending = in_thread(lambda: group.broadcast(attention(3)[small]))
+    time.sleep(0.3)
+    assert not sending.done()
+    engine.call("update_weight", small, "bfloat16", attention(3)[small].shape)
+    sending.result(10)
+
+
+def test_weights_changed_where_the_last_update_is_in_place(engine: Engine, group: Communicator) -> None:
+    """As the page asserts it, after all weights and after one; not of an update that was refused, or that brought the same bytes."""
+
+    def changed() -> set[bool]:
+        return set(engine.call("check_weights_changed"))
+
+    assert changed() == {False}
+    for seed, answer in ((2, True), (2, False), (3, True)):
+        update(engine, group, attention(seed))
+        assert changed() == {answer}
+    update(engine, group, {NAMES[1]: attention(4)[NAMES[1]]})
+    assert changed() == {True}
+    handle = engine.starts("update_weight", NAMES[0], "bfloat17", [2])
+    group.broadcast(torch.ones(2))
+    with pytest.raises(Exception, match="bfloat17"):
+        handle.result(20)
+    assert changed() == {False}
+    for _ in range(2):
+        update(engine, group, {name: torch.zeros_like(p) for name, p in attention(2).items()})
+        assert changed() == {True}
