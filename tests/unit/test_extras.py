@@ -48,6 +48,7 @@ CALLS = {
     "from instep.generation.schema import Arguments; Arguments({})": "jsonschema",
     "from instep.generation import HttpTool; HttpTool(None, 'http://127.0.0.1:9')": "aiohttp",
     "from instep.generation import Maths; Maths()": "math_verify",
+    "from instep.generation.sandbox import level; level()": "pyseccomp",
     "from instep.generation.ray import create_vllm_engines": "ray",
     "from instep.source import open_source; open_source('.')": "safetensors",
     "from instep.dropin.torchrl.directory import Buffer; Buffer('.')": "safetensors",

@@ -8,8 +8,8 @@ import pytest
 from rollouts import request, run
 from sample_records import sample
 
-from instep.generation import sandbox
-from instep.generation.sandbox import SandboxLimits
+from instep.errors import ConfigError
+from instep.generation.sandbox import SandboxLimits, kept
 from instep.generation.verifiers import Answer, CodeTests, code_block
 
 
@@ -55,6 +55,7 @@ def test_a_program_is_compared_by_what_it_prints_for_its_input() -> None:
 def test_tests_that_are_none_and_a_sandbox_that_fails_break_the_verifier(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="no tests"):
         score(TESTS, CODE, [])
-    monkeypatch.setattr(sandbox, "KEEPER", tmp_path / "absent.py")
-    with pytest.raises(RuntimeError, match="could not run"):
+    monkeypatch.setattr(kept, "KEEPER", tmp_path / "absent.py")
+    monkeypatch.setattr(kept, "_kept", None)
+    with pytest.raises(ConfigError, match="no program can be run here"):
         score(TESTS, CODE, ["assert True"])

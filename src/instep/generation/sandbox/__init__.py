@@ -1,0 +1,10 @@
+"""Runs Python programs that nobody has read: each apart from the machine, with limits, and nothing of it left when it is over.
+
+`level()` is what this machine gives, `SandboxLimits.sandbox` what a program insists on. docs/generation.md has what each protects from.
+"""
+
+from instep.generation.sandbox.kept import level, reasons, require
+from instep.generation.sandbox.limits import LEVELS, Level, SandboxLimits
+from instep.generation.sandbox.programs import End, Run, run_python
+
+__all__ = ["LEVELS", "End", "Level", "Run", "SandboxLimits", "level", "reasons", "require", "run_python"]

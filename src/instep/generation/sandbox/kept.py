@@ -1,0 +1,184 @@
+"""The keeper of this process, and how far it keeps programs from the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from instep.errors import ConfigError, MissingExtra
+from instep.generation.sandbox.calls import compiled
+from instep.generation.sandbox.limits import LEVELS, Level
+
+KEEPER = Path(__file__).with_name("keeper.py")
+START = 20.0
+"""Seconds for a keeper to come up."""
+
+
+class Keeper:
+    """A process that starts programs at one level. Raises `OSError` where this machine does not give it, and `MissingExtra`."""
+
+    def __init__(self, level: Level) -> None:
+        self.level = level
+        self.owner = os.getpid()
+        setup: dict[str, str | list[str]] = {"level": level, "folders": folders(), "temporary": tempfile.gettempdir()}
+        if level != "none":
+            setup |= {"filter": _filter(level, network=False), "network": _filter(level, network=True)}
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                command(),
+                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={}, cwd="/", start_new_session=True,
+            )  # fmt: skip
+        atexit.register(self.close)
+        try:
+            self._set_up(setup)
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, setup: dict[str, str | list[str]]) -> None:
+        self.control.settimeout(START)
+        try:
+            self.control.send(json.dumps(setup).encode())
+            answer = self.control.recv(1 << 16)
+        except ConnectionError:
+            answer = b""
+        if not answer:
+            raise OSError("its keeper did not come up")
+        if refused := json.loads(answer).get("refused"):
+            raise OSError(refused)
+
+    def alive(self) -> bool:
+        """Whether it is there, and this process's own rather than that of a process that this one was forked from."""
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def start(self, channel: socket.socket | None) -> socket.socket:
+        """Starts a warden and returns the socket over which it takes its job."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self.control, [b"1"], [theirs.fileno()] + ([channel.fileno()] if channel else []))
+            except BaseException:
+                ours.close()
+                raise
+        return ours
+
+    def close(self) -> None:
+        """Ends it; its wardens end with those who asked them."""
+        atexit.unregister(self.close)
+        self.control.close()
+        if self.owner == os.getpid():
+            self.process.wait(START)
+
+
+_lock = threading.Lock()
+_kept: Keeper | None = None
+_reasons: dict[Level, str] = {}
+
+
+def level() -> Level:
+    """The strongest level that this machine gives; the first call tries it with a program."""
+    return _keeper().level
+
+
+def reasons() -> dict[Level, str]:
+    """Why this machine does not give the levels above `level()`."""
+    level()
+    return dict(_reasons)
+
+
+def require(least: Level) -> None:
+    """Raises `ConfigError` where this machine gives a weaker level than `least`."""
+    if LEVELS.index(_keeper().level) <= LEVELS.index(least):
+        return
+    why = "; ".join(f"{level}: {reason}" for level, reason in _reasons.items())
+    raise ConfigError(
+        f"no program was run: this machine gives the sandbox {_keeper().level!r}, and {least!r} is the least that is accepted ({why})",
+        next_step=ADVICE.format(accepted=_keeper().level),
+    )
+
+
+ADVICE = (
+    "let this process make user namespaces (on a host: sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; "
+    "in Docker: --security-opt seccomp=unconfined --security-opt systempaths=unconfined, or --cap-add SYS_ADMIN), or accept less with "
+    'SandboxLimits(sandbox="{accepted}"), where docs/generation.md says what that does not protect from'
+)
+
+
+async def kept(least: Level) -> Keeper:
+    """The keeper of this process, started where there is none. Raises `ConfigError` for a weaker level than `least`."""
+    if _kept is None or not _kept.alive():
+        await asyncio.to_thread(_keeper)
+    require(least)
+    return _keeper()
+
+
+def _keeper() -> Keeper:
+    global _kept
+    with _lock:
+        if _kept is not None and not _kept.alive():
+            again, _kept = _kept.level, None
+            _kept = Keeper(again)
+        if _kept is None:
+            _kept = _strongest()
+        return _kept
+
+
+def _strongest() -> Keeper:
+    from instep.generation.sandbox.programs import trial
+
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise ConfigError(f"the sandbox needs Linux on x86_64 or aarch64, not {platform.system()} on {platform.machine()}")
+    _reasons.clear()
+    for level in LEVELS:
+        try:
+            keeper = Keeper(level)
+        except MissingExtra:
+            raise
+        except (OSError, RuntimeError) as error:
+            _reasons[level] = str(error)
+            continue
+        if (problem := trial(keeper)) is None:
+            return keeper
+        _reasons[level] = problem
+        keeper.close()
+    raise ConfigError("no program can be run here: " + "; ".join(f"{level}: {reason}" for level, reason in _reasons.items()))
+
+
+def _forget() -> None:
+    """In a forked child: it starts a keeper of its own, and may have been forked while the lock was held."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def command() -> list[str]:
+    """What starts a keeper. Without the packages of this interpreter, it starts sooner."""
+    return [sys.executable, "-I", "-S", str(KEEPER)]
+
+
+def _filter(level: Level, network: bool) -> str:
+    return compiled(network=network, own=level == "full").hex()
+
+
+def folders() -> list[str]:
+    """Where this interpreter and its packages are."""
+    found: list[str] = []
+    executable = Path(sys.executable)
+    while executable.is_symlink():  # each of the links on the way to it is needed
+        found.append(str(executable))
+        executable = executable.parent / os.readlink(executable)
+    prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.base_prefix))
+    folders = dict.fromkeys(prefix for prefix in prefixes if prefix not in ("/", "/usr"))
+    return [*folders, *(link for link in found if not any(link.startswith(f"{folder}/") for folder in (*folders, "/usr")))]
