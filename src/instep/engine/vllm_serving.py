@@ -64,11 +64,12 @@ class VllmServing:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.dims.vocab_size:
+        known = [*token_ids, *sampling.get("stop_token_ids", ())]  # vLLM 0.26 does not look at the latter
+        if known and not 0 <= min(known) <= max(known) < self.dims.vocab_size:
             raise ConfigError(f"request {request_id} has tokens that the model has not: its vocabulary has {self.dims.vocab_size}")
         try:
             params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             raise ConfigError(f"vLLM does not take request {request_id}: {_told(error)}") from error
         prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt else {})}
         final = None
@@ -79,9 +80,8 @@ class VllmServing:
             raise
         except Exception as error:
             await self.check(error)
-            if isinstance(error, ValueError | TypeError):  # so vLLM refuses settings and tokens
-                raise ConfigError(f"vLLM does not take request {request_id}: {_told(error)}") from error
-            raise GenerationError(f"vLLM did not take request {request_id}: {_told(error)}") from error
+            # The engine lives, so this is of the request: settings and tokens that vLLM refuses, or that it stumbled over.
+            raise ConfigError(f"vLLM does not take request {request_id}: {_told(error)}") from error
         if final is None or not final.finished:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
         return _sampled(final.outputs[0])

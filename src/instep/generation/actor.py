@@ -28,10 +28,11 @@ from instep.generation.client import EngineClient
 from instep.generation.dataset_rewards import DatasetRewards
 from instep.generation.follower import CONTROL, Follower, Update
 from instep.generation.manager import ActorStatus
-from instep.generation.parsers import Tokenizer, ToolParser
+from instep.generation.parsers import ToolParser
 from instep.generation.queues import Queue
 from instep.generation.rewards import RewardConfig
 from instep.generation.rollout import Harness
+from instep.generation.text import Tokenizer
 from instep.generation.tools import ToolSet
 from instep.generation.types import PromptId
 from instep.generation.work import Settings, Work

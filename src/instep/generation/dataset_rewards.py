@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,10 @@ from msgspec import structs
 
 from instep.errors import ConfigError
 from instep.generation.foreign import METRICS, SENT_AS, request_info
-from instep.generation.parsers import Tokenizer
 from instep.generation.rewards import RewardConfig, RewardFunction
+from instep.generation.text import Tokenizer, told
 from instep.generation.types import GenerationResult, Label, PromptRequest, Reward, Split
+from instep.generation.waiting import contained
 
 logger = logging.getLogger(__name__)
 INDEX, TRUTH, SOURCE, QUERY = "index", "ground_truth", "dataset", "prompt"
@@ -52,7 +54,7 @@ class DatasetRewards:
             scored: GenerationResult = await function(structs.replace(result, request=_labelled(result.request, self._row(result.request))))
             return scored
 
-        async def theirs(result: GenerationResult) -> GenerationResult:
+        async def judged(result: GenerationResult) -> tuple[list[Reward], dict[str, Any]]:
             samples, row = result.samples, self._row(result.request)
             assert row is not None
             texts = [tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in samples]
@@ -60,15 +62,19 @@ class DatasetRewards:
             many = [[value] * len(samples) for value in (row[TRUTH], row[SOURCE], query)]
             ends = ["stop" if sample.finish_reason == "done" else sample.finish_reason for sample in samples]
             info = request_info(samples, result.request.metadata.get(SENT_AS))
+            scores, metrics = await function([sample.token_ids for sample in samples], texts, many[0], many[1], ends, info, many[2])
+            if len(scores) != len(samples):
+                raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
+            return [_reward(score) for score in scores], metrics
+
+        async def theirs(result: GenerationResult) -> GenerationResult:
+            samples = result.samples
             metrics: dict[str, Any] = {}
             try:
-                scores, metrics = await function([sample.token_ids for sample in samples], texts, many[0], many[1], ends, info, many[2])
-                rewards = [Reward(float(score)) for score in scores]
-                if len(rewards) != len(samples):
-                    raise ValueError(f"{len(rewards)} scores for {len(samples)} samples")
+                rewards, metrics = await contained(judged(result))
             except Exception as error:  # a verifier's, and no reason to end the run
-                logger.warning("prompt %s has no score: %s", result.request.id, error)
-                rewards = [Reward(0.0, [], f"{type(error).__name__}: {error}")] * len(samples)
+                logger.warning("prompt %s has no score: %s", result.request.id, told(error))
+                rewards = [Reward(0.0, [], told(error))] * len(samples)
             request = structs.replace(result.request, metadata={**result.request.metadata, METRICS: metrics})
             scored = [structs.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)]
             return GenerationResult(request=request, samples=scored)
@@ -83,6 +89,15 @@ class DatasetRewards:
             raise ConfigError(f"prompt {request.id}: {split}_dataset has no row with index {request.index}")
         row: Mapping[str, Any] = self.datasets[split][self.places[split][request.index]]
         return row
+
+
+def _reward(score: Any) -> Reward:
+    """With an error for what is no finite number."""
+    try:
+        number = math.nan if isinstance(score, str | bytes) else float(score)
+    except Exception:
+        number = math.nan
+    return Reward(number) if math.isfinite(number) else Reward(0.0, [], f"a score is a {type(score).__name__}, and no finite number")
 
 
 def _places(dataset: Any, name: str) -> dict[Any, int]:

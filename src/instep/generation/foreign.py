@@ -16,6 +16,7 @@ from msgspec import structs
 
 from instep.errors import ConfigError
 from instep.generation import foreign_records as records
+from instep.generation.prompts import checked
 from instep.generation.sampling import Sampling, from_vllm
 from instep.generation.types import GenerationResult, PromptId, PromptRequest, RequestId, Reward, Sample, ToolRecord
 
@@ -36,7 +37,7 @@ def ends(item: Any) -> bool:
 def read(item: Any) -> PromptRequest:
     """The prompt that an item is. Raises `ConfigError` for one that is none, or that asks for what no actor does."""
     if isinstance(item, PromptRequest):
-        return item
+        return checked(item)
     if missing := [name for name in ("prompt", "generation_config", "prompt_id") if not hasattr(item, name)]:
         raise ConfigError(f"a {type(item).__name__} is no prompt: it has no {', '.join(missing)}", next_step="put a PromptRequest")
     environment = getattr(item, "env_config", None)
@@ -44,7 +45,7 @@ def read(item: Any) -> PromptRequest:
     if asked:
         raise ConfigError(f"prompt {item.prompt_id} asks for an environment ({', '.join(asked)})", next_step="give the actor it as a tool")
     tools = getattr(item, "active_tools", None)
-    return PromptRequest(
+    request = PromptRequest(
         id=PromptId("eval" if getattr(item, "is_eval", False) else "train", 0, str(item.prompt_id)),
         prompt_token_ids=_token_ids(item.prompt),
         sampling=_sampling(item.generation_config),
@@ -52,6 +53,7 @@ def read(item: Any) -> PromptRequest:
         index=getattr(item, "index", None),
         metadata={SENT_AS: item},
     )
+    return checked(request)
 
 
 def give(result: GenerationResult) -> Any:
@@ -86,9 +88,12 @@ def give(result: GenerationResult) -> Any:
 
 def refused(item: Any, why: str, *, rewarded: bool) -> Any:
     """What is answered to a prompt that cannot be: a result whose samples have the finish reason `error`, in the form of its sender."""
+    reward = Reward(0.0, [], why) if rewarded else None
     try:
         request = read(item)
     except Exception:  # whatever was in the queue
+        if isinstance(item, PromptRequest):
+            return GenerationResult(request=item, samples=[_empty(RequestId(item.id, 0), why, reward)])
         info = request_info([_empty(RequestId(PromptId("train", 0, ""), 0), why)], item)
         index, name = getattr(item, "index", None), getattr(item, "prompt_id", None)
         scores = [0.0] if rewarded else None
@@ -96,7 +101,6 @@ def refused(item: Any, why: str, *, rewarded: bool) -> Any:
             item, "GenerationResult", responses=[[]], finish_reasons=["error"], masks=[[]], request_info=info, index=index,
             prompt_id=name, logprobs=[[]], reward_scores=scores, reward_metrics={} if rewarded else None, error=why, request=None,
         )  # fmt: skip
-    reward = Reward(0.0, [], why) if rewarded else None
     samples = [_empty(RequestId(request.id, index), why, reward) for index in range(request.sampling.n)]
     return give(GenerationResult(request=request, samples=samples))
 
@@ -104,7 +108,7 @@ def refused(item: Any, why: str, *, rewarded: bool) -> Any:
 def goes_to(item: Any) -> str:
     """The split of whatever was in a queue."""
     if isinstance(item, PromptRequest):
-        return item.id.split
+        return "eval" if getattr(item.id, "split", None) == "eval" else "train"
     return "eval" if getattr(item, "is_eval", False) is True else "train"
 
 

@@ -11,19 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from instep.errors import ConfigError
+from instep.generation.text import Encoder, Tokenizer, clean, plain
 from instep.generation.tools import ToolDefinition
 from instep.generation.types import ToolCall, ToolRecord
 
 Extract = Callable[[str, list[dict[str, Any]]], list[tuple[str, str]] | None]
 """Takes a turn's text and OpenAI's definitions of the tools. Gives each call's name and arguments (JSON), or None for broken calls."""
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class ToolParser(Protocol):
@@ -49,7 +42,7 @@ class TaggedParser:
     """`<name>…</name>` calls the tool `name` with the text between. What it answers comes back between `<output>` and `</output>`."""
 
     def __init__(self, tokenizer: Tokenizer, output_tag: str = "output") -> None:
-        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer)
         self.output_tag = output_tag
 
     def stops(self, tools: Sequence[ToolDefinition]) -> tuple[str, ...]:
@@ -58,9 +51,13 @@ class TaggedParser:
     def parse(self, text: str, tools: Sequence[ToolDefinition]) -> list[ToolCall]:
         calls = []
         position, waiting = 0, {tool.name: tool for tool in tools}
+        starts = dict.fromkeys(waiting, -1)
         while waiting:
-            starts = {name: text.find(f"<{name}>", position) for name in waiting}
-            waiting = {name: tool for name, tool in waiting.items() if starts[name] >= 0}
+            for name in list(waiting):
+                if starts[name] < position:  # else nobody has passed the one that was found
+                    starts[name] = text.find(f"<{name}>", position)
+                    if starts[name] < 0:
+                        waiting.pop(name)
             if not waiting:
                 break
             name = min(waiting, key=starts.__getitem__)
@@ -75,8 +72,8 @@ class TaggedParser:
 
     def observe(self, records: Sequence[ToolRecord], last_token_id: int) -> list[int]:  # noqa: ARG002
         tag = self.output_tag
-        blocks = [f"<{tag}>\n{record.observation}\n</{tag}>\n" for record in records]
-        return self.tokenizer.encode("\n" + "".join(blocks), add_special_tokens=False)
+        blocks = [f"<{tag}>\n{self.encoder.strange(record.observation)}\n</{tag}>\n" for record in records]
+        return self.encoder.encode("\n" + "".join(blocks))
 
 
 class WholeTurnParser:
@@ -126,6 +123,7 @@ class ChatParser:
         template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer)
         self.extract = extract
         self.reasoning_end = reasoning_end
         self.template_kwargs = template_kwargs or {}
@@ -148,10 +146,11 @@ class ChatParser:
         return [_read(name, arguments) for name, arguments in found]
 
     def observe(self, records: Sequence[ToolRecord], last_token_id: int) -> list[int]:
-        messages = [{"role": record.role, "name": record.tool, "content": record.observation} for record in records]
-        token_ids = self.tokenizer.encode(self._continuation(messages), add_special_tokens=False)
+        strange = self.encoder.strange
+        messages = [{"role": record.role, "name": strange(record.tool), "content": strange(record.observation)} for record in records]
+        token_ids = self.encoder.encode(self._continuation(messages))
         # The template closes the model's turn. Where the model has done so itself, its end token is there already.
-        return list(token_ids[1:] if token_ids[0] == last_token_id else token_ids)
+        return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
 
     def _continuation(self, messages: list[dict[str, Any]]) -> str:
         """What the template writes behind the content of the model's turn, when `messages` follow it and it is the model's turn again."""
@@ -171,12 +170,22 @@ def vllm_parser(name: str, tokenizer: Any, **settings: Any) -> ChatParser:
     return ChatParser(tokenizer, load(name, tokenizer), **settings)
 
 
+def readable(call: ToolCall) -> ToolCall:
+    """The call as records and tokenizers can take it; one with an error where its arguments cannot be taken."""
+    try:
+        return ToolCall(clean(call.name), plain(call.arguments), call.error and clean(call.error))
+    except (ValueError, RecursionError) as error:
+        return ToolCall(clean(call.name), error=f"the arguments cannot be read: {error}")
+
+
 def _read(name: str, arguments: str) -> ToolCall:
     try:
         read = json.loads(arguments)
         read = json.loads(read) if isinstance(read, str) else read  # an object written as a string
     except ValueError as error:
         return ToolCall(name, error=f"the arguments are not valid JSON: {error}")
+    except RecursionError:
+        return ToolCall(name, error="the arguments are nested too deep")
     if not isinstance(read, dict):
         return ToolCall(name, error=f"the arguments must be a JSON object, not {type(read).__name__}")
     return ToolCall(name, read)

@@ -10,7 +10,8 @@ from typing import Any
 
 from instep.errors import ConfigError
 from instep.extras import needed_by
-from instep.generation.parsers import TaggedParser, Tokenizer, ToolParser, WholeTurnParser, vllm_parser
+from instep.generation.parsers import TaggedParser, ToolParser, WholeTurnParser, vllm_parser
+from instep.generation.text import Tokenizer
 from instep.generation.tools import ToolDefinition, ToolOutput
 
 with needed_by("tools that are Ray actors"):

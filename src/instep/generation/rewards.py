@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import structs
 
 from instep.errors import ConfigError
-from instep.generation.parsers import Tokenizer
+from instep.generation.text import Tokenizer, told
 from instep.generation.types import GenerationResult, Label, PromptRequest, Reward, RewardPart, Sample
 from instep.generation.verifiers import Answer, Format, Verifier
-from instep.generation.waiting import bounded
+from instep.generation.waiting import bounded, is_for_us
 
 logger = logging.getLogger(__name__)
 
-RewardFunction = Callable[[GenerationResult], Awaitable[GenerationResult]]
+RewardFunction = Callable[[GenerationResult], Coroutine[Any, Any, GenerationResult]]
 ENDED_WELL = ("stop", "done")
 
 
@@ -35,7 +36,7 @@ class RewardConfig:
     require_tool_success: verifiers count nothing unless a tool was called, and every call answered something, in time and without an error.
     non_stop_penalty: takes the place of the score of a sample that did not end by itself.
     error_score: the score of a sample where a verifier broke. Its `Reward.error` says how, and a warning is logged.
-    seconds: for one verifier on one sample; one that takes longer is broken.
+    seconds: for one verifier on one sample, from when its turn comes (see `Verifier`); one that takes longer is broken.
     """
 
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)
@@ -55,6 +56,9 @@ class RewardConfig:
                 raise ConfigError(f"the verifier {name!r} must be an async function; blocking work belongs into `asyncio.to_thread`")
         if not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, not {self.seconds!r}")
+        for name in ("verification_reward", "format_reward", "non_stop_penalty", "error_score"):
+            if (value := getattr(self, name)) is not None and not math.isfinite(value):
+                raise ConfigError(f"{name} must be a finite number, not {value!r}")
 
     def check(self, request: PromptRequest) -> None:
         """Raises `ConfigError` for a request with a label that no verifier understands."""
@@ -66,10 +70,23 @@ class RewardConfig:
         """A function that gives a result's samples their rewards. It never raises because of a verifier."""
 
         async def reward(result: GenerationResult) -> GenerationResult:
-            rewards = await asyncio.gather(*(self._reward(result.request, sample, tokenizer) for sample in result.samples))
+            rewards = await asyncio.gather(*(self._reward_or_error(result.request, sample, tokenizer) for sample in result.samples))
             samples = [structs.replace(sample, reward=reward) for sample, reward in zip(result.samples, rewards, strict=True)]
             return structs.replace(result, samples=samples)
 
+        return reward
+
+    async def _reward_or_error(self, request: PromptRequest, sample: Sample, tokenizer: Tokenizer) -> Reward:
+        try:
+            reward = await self._reward(request, sample, tokenizer)
+            if not math.isfinite(reward.score):
+                reward = Reward(self.error_score, reward.parts, f"the score is {reward.score}")
+        except BaseException as error:
+            if is_for_us(error):
+                raise
+            reward = Reward(self.error_score, [], told(error))
+        if reward.error:
+            logger.warning("sample %s has no score: %s", sample.id, reward.error)
         return reward
 
     async def _reward(self, request: PromptRequest, sample: Sample, tokenizer: Tokenizer) -> Reward:
@@ -89,13 +106,12 @@ class RewardConfig:
         if self.environment_reward:
             given = [record.reward for record in sample.tools if record.reward is not None]
             value = sum(given) if self.environment_reward == "sum" else sum(given[-1:])
-            parts.append(RewardPart("environment", value))
-            score += value
+            parts.append(_part("environment", value, 1.0))
+            score += parts[-1].value
         if self.non_stop_penalty is not None and sample.finish_reason not in ENDED_WELL:
             score = self.non_stop_penalty
         broken = [f"{part.name}: {part.error}" for part in parts if part.error]
         if broken:
-            logger.warning("sample %s has no score: %s", sample.id, "; ".join(broken))
             return Reward(self.error_score, parts, "; ".join(broken))
         return Reward(score, parts)
 
@@ -105,14 +121,21 @@ class RewardConfig:
         if verifier is None:
             return RewardPart(label.verifier, 0.0, label.weight, "there is no such verifier")
         try:
-            value = float(await bounded(verifier(answer, label.value), self.seconds))
+            async with getattr(verifier, "turnstile", None) or nullcontext():
+                value = await bounded(verifier(answer, label.value), self.seconds)
+            return _part(label.verifier, value, label.weight)
         except TimeoutError:
             return RewardPart(label.verifier, 0.0, label.weight, f"no score in {self.seconds:g} seconds")
         except Exception as error:
-            return RewardPart(label.verifier, 0.0, label.weight, f"{type(error).__name__}: {error}")
-        if not math.isfinite(value):
-            return RewardPart(label.verifier, 0.0, label.weight, f"the score is {value}")
-        return RewardPart(label.verifier, value, label.weight)
+            return RewardPart(label.verifier, 0.0, label.weight, told(error))
+
+
+def _part(name: str, value: Any, weight: float) -> RewardPart:
+    """With an error for what is no finite number."""
+    if isinstance(value, str | bytes):
+        return RewardPart(name, 0.0, weight, f"the score is a {type(value).__name__}")
+    value = float(value)
+    return RewardPart(name, value, weight) if math.isfinite(value) else RewardPart(name, 0.0, weight, f"the score is {value}")
 
 
 def own_text(sample: Sample, tokenizer: Tokenizer) -> str:

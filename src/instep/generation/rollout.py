@@ -7,9 +7,9 @@ calls. Tool output is tokenised once and marked with the mask.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,9 +17,10 @@ from msgspec import structs
 
 from instep.errors import ConfigError, GenerationError
 from instep.generation.budget import Limits, room, shorten, truncate, turn_tokens
-from instep.generation.parsers import Tokenizer, ToolParser
+from instep.generation.parsers import ToolParser, readable
 from instep.generation.sampling import Sampling
-from instep.generation.tools import ToolSet
+from instep.generation.text import Tokenizer, clean, told
+from instep.generation.tools import ToolDefinition, ToolSet
 from instep.generation.transcript import Transcript, check
 from instep.generation.types import (
     Completion,
@@ -32,7 +33,9 @@ from instep.generation.types import (
     ToolCall,
     ToolRecord,
 )
-from instep.generation.waiting import Interrupt, abandon
+from instep.generation.waiting import Interrupt, abandon, contained, is_for_us
+
+logger = logging.getLogger(__name__)
 
 GRACE = 10.0
 """Seconds in which an engine must hand over what an aborted turn has sampled."""
@@ -89,21 +92,20 @@ async def rollout(request: PromptRequest, sample: int, client: Client, harness: 
     """One sample of a prompt.
 
     aborted: when set, the sample ends soon with what it has, finish reason `abort`. Cancelling the task ends it with nothing.
-    Raises what the client raises, and `GenerationError` for an answer that cannot be trained on. What tools raise is told to the model.
+    Raises what the client raises, and `GenerationError` for an answer that cannot be trained on: nothing else. What tools raise is told to
+    the model. Whatever else goes wrong ends this sample, with the tokens that it has, the finish reason `error` and the reason.
     """
     started = time.perf_counter()
     id = RequestId(request.id, sample)
     turns = _Turns(request, id, client, harness, Interrupt(aborted, harness.limits.sample_timeout))
-    async with AsyncExitStack() as sessions:
-        within = harness.limits.tool_timeout
-        opening = harness.tools.opened(id, names=request.tools, config=request.tool_config, within=within)
-        try:
-            tools = await sessions.enter_async_context(opening)
-        except Exception as error:  # an environment's, and no reason to end the run
-            turns.error = f"an environment did not open: {type(error).__name__}: {error}"
-            finish: FinishReason = "error"
-        else:
-            finish = await turns.run(tools)
+    finish: FinishReason = "error"
+    try:
+        finish = await turns.run_with_tools()
+    except BaseException as error:
+        if error is turns.of_client or is_for_us(error):
+            raise
+        turns.error = f"{turns.doing}: {told(error)}"
+        logger.warning("sample %s ended: %s", id, turns.error)
     return turns.sample(finish, time.perf_counter() - started)
 
 
@@ -119,6 +121,17 @@ class _Turns:
         self.calls = 0
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.doing = "the prompt could not be read"
+        """What went wrong if anything does now."""
+        self.of_client: BaseException | None = None
+
+    async def run_with_tools(self) -> FinishReason:
+        """The whole sample, in sessions of its environments."""
+        self.doing = "an environment did not open"
+        within = self.harness.limits.tool_timeout
+        opened = self.harness.tools.opened(self.id, names=self.request.tools, config=self.request.tool_config, within=within)
+        async with opened as tools:
+            return await self.run(tools)
 
     async def run(self, tools: ToolSet) -> FinishReason:
         definitions = tools.definitions
@@ -139,8 +152,7 @@ class _Turns:
             ended = completion.finish_reason
             if parser is None or ended not in ("stop", "length") or not completion.token_ids or self.room() == 0:
                 return ended
-            text = self.harness.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
-            calls = parser.parse(text, definitions)
+            calls = self.read(parser, completion, definitions)
             if not calls:
                 return ended
             told = self.calls > self.harness.limits.max_tool_calls
@@ -155,15 +167,26 @@ class _Turns:
             if not self.observe(parser, records):
                 return "length"
 
+    def read(self, parser: ToolParser, completion: Completion, definitions: list[ToolDefinition]) -> list[ToolCall]:
+        """The calls of a turn. A parser that raises has found one that cannot be read."""
+        self.doing = "what the model said could not be read"
+        text = self.harness.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
+        try:
+            calls = parser.parse(text, definitions)
+        except Exception as error:
+            calls = [ToolCall("", error=f"the tool call could not be read: {told(error)}")]
+        return [readable(call) for call in calls]
+
     async def complete(self, budget: int, stop: tuple[str, ...]) -> Completion | None:
         """The model's next turn, checked; None where it was aborted before the engine had anything to hand over."""
+        self.doing = "the engine could not be asked"
         if self.interrupt.is_set():
             self._abort()
             return None
         generated = self.transcript.generated
         sampling = self.request.sampling.of_turn(self.id.sample, self.turn, max_tokens=budget, generated=generated, stop=stop)
         prompt = [*self.request.prompt_token_ids, *self.transcript.token_ids]
-        task = asyncio.ensure_future(self.client.complete(prompt, sampling, self.id, self.turn))
+        task = asyncio.ensure_future(contained(self.client.complete(prompt, sampling, self.id, self.turn)))
         try:
             if not await self.interrupt.before(task):
                 self._abort()
@@ -176,12 +199,16 @@ class _Turns:
             if task.cancelled():  # which must not look as if this rollout was
                 raise GenerationError(f"sample {self.id}, turn {self.turn}: the client cancelled its own call")
             completion = task.result()
+            check(completion, budget, self.id, self.turn)
+            return completion
+        except BaseException as error:
+            self.of_client = error
+            raise
         finally:
             abandon(task)
-        check(completion, budget, self.id, self.turn)
-        return completion
 
     async def call(self, tools: ToolSet, call: ToolCall) -> ToolRecord:
+        self.doing = "a tool could not be called"
         self.calls += 1
         limits = self.harness.limits
         if self.calls > limits.max_tool_calls:
@@ -202,6 +229,7 @@ class _Turns:
 
     def observe(self, parser: ToolParser, records: Sequence[ToolRecord]) -> bool:
         """Shows the model what its tools answered. False where that leaves no room for the model to go on."""
+        self.doing = "what its tools answered could not be shown to the model"
         token_ids = parser.observe(records, self.transcript.token_ids[-1])
         kept, cut = truncate(token_ids, self.room())
         self.transcript.add_tool_output(kept)
@@ -217,7 +245,7 @@ class _Turns:
         return Sample(
             id=self.id, token_ids=grown.token_ids, logprobs=grown.logprobs, mask=grown.mask, versions=grown.versions,
             finish_reason=finish, stop_reason=self.stop_reason, tools=self.records, turns=self.turn, cut=self.cut,
-            seconds=seconds, error=self.error,
+            seconds=seconds, error=self.error and clean(self.error),
         )  # fmt: skip
 
     def _shorten(self, text: str) -> str:

@@ -7,6 +7,10 @@ from typing import Any
 
 from instep.errors import ConfigError
 from instep.extras import needed_by
+from instep.generation.text import plain
+
+MESSAGE = 1000
+"""Characters that a model is told of a wrong argument."""
 
 
 class Arguments:
@@ -28,14 +32,21 @@ class Arguments:
 
     def read(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The converted arguments. Raises `ValueError` with words that help the model to mend its call."""
+        try:
+            return self._read(arguments)
+        except RecursionError as error:
+            raise ValueError("lists and objects are nested too deep") from error
+
+    def _read(self, arguments: dict[str, Any]) -> dict[str, Any]:
         properties = self.schema.get("properties", {})
         unknown = sorted(set(arguments) - set(properties))
         if unknown and not self.schema.get("additionalProperties", False):
             raise ValueError(f"unknown argument {', '.join(unknown)}; the arguments are {', '.join(properties) or 'none'}")
-        read = {name: coerce(value, properties.get(name, {})) for name, value in arguments.items()}
+        read: dict[str, Any] = {name: coerce(value, properties.get(name, {})) for name, value in arguments.items()}
+        read = plain(read)
         for problem in self.validator.iter_errors(read):
             where = "".join(f"{part}: " for part in problem.absolute_path)
-            raise ValueError(f"{where}{problem.message}")
+            raise ValueError(f"{where}{problem.message}"[:MESSAGE])  # which repeats the argument
         return read
 
 
@@ -49,7 +60,7 @@ def coerce(value: Any, schema: dict[str, Any]) -> Any:
         return value
     try:
         read = json.loads(value.lower() if value.lower() in ("true", "false", "null") else value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
     return read if any(_is(read, kind) for kind in kinds) else value
 

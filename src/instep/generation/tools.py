@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,8 +16,9 @@ from msgspec import Struct
 
 from instep.errors import ConfigError
 from instep.generation.schema import Arguments
+from instep.generation.text import clean, told
 from instep.generation.types import Outcome, RequestId, ToolCall, ToolRecord
-from instep.generation.waiting import bounded
+from instep.generation.waiting import bounded, is_for_us
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +132,9 @@ class ToolSet:
             try:
                 async with asyncio.timeout(within):
                     await sessions.aclose()
-            except Exception:  # what the sample said is worth more than its environment
+            except BaseException as error:  # what the sample said is worth more than its environment
+                if is_for_us(error):
+                    raise
                 logger.exception("an environment of sample %s did not close", id)
 
     async def call(self, call: ToolCall, *, within: float, turn: int = 0) -> ToolRecord:
@@ -159,10 +163,48 @@ class ToolSet:
             return "timeout", ToolOutput(error=f"{call.name} did not answer in {within:g} seconds"), arguments
         except Exception as raised:
             cause = getattr(raised, "cause", None)  # Ray wraps what an actor raised, with its traceback
-            told = cause if isinstance(cause, Exception) else raised
-            return "error", ToolOutput(error=f"{type(told).__name__}: {told}"), arguments
-        output = answer if isinstance(answer, ToolOutput) else ToolOutput(text=str(answer))
+            return "error", ToolOutput(error=told(cause if isinstance(cause, Exception) else raised)), arguments
+        output = _output(call.name, answer)
         return ("ok" if output.error is None else "error"), output, arguments
+
+
+def _output(name: str, answer: Any) -> ToolOutput:
+    """What a tool answered, its fields of the types that `ToolOutput` says. What is not is told in the place of the error."""
+    if not isinstance(answer, ToolOutput):
+        try:
+            return ToolOutput(text=clean(str(answer)))
+        except Exception as error:
+            return ToolOutput(error=f"what {name} answered has no text: {told(error)}")
+    fields: dict[str, Any] = {}
+    wrong = []
+    for field, kind in (("text", str), ("error", str | None), ("role", str), ("info", dict), ("done", bool)):
+        if isinstance(value := getattr(answer, field), kind):
+            fields[field] = clean(value) if isinstance(value, str) else value
+        else:
+            wrong.append(f"{field} is of type {type(value).__name__}")
+    if answer.reward is not None:
+        fields["reward"] = _number(answer.reward)
+        if not math.isfinite(fields["reward"]):
+            wrong.append(f"reward is {_shown(answer.reward)}, no finite number")
+    if wrong:
+        said = [f"{name} answered what no tool may: {', '.join(wrong)}", fields.get("error")]
+        fields["error"] = "; ".join(filter(None, said))
+    return ToolOutput(**fields)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return clean(repr(value))[:100]
+    except Exception:
+        return f"of type {type(value).__name__}"
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:
+        return math.nan
 
 
 def _remote(tool: Any, method: str) -> Any:

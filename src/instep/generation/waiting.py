@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from instep.generation.text import told
 
 T = TypeVar("T")
 
 
 async def bounded(call: Coroutine[Any, Any, T], within: float) -> T:
     """Its result. Raises `TimeoutError` after `within` seconds, also where it ignores that it is cancelled, and for no other reason."""
-    task = asyncio.ensure_future(call)
+    task = asyncio.ensure_future(contained(call))
     try:
         done, _ = await asyncio.wait({task}, timeout=within)
         if not done:
@@ -19,6 +23,26 @@ async def bounded(call: Coroutine[Any, Any, T], within: float) -> T:
         return _result(task)
     finally:
         abandon(task)
+
+
+async def contained(call: Coroutine[Any, Any, T]) -> T:
+    """Its result. What would end the event loop, such as `SystemExit`, is raised as a `RuntimeError`."""
+    try:
+        return await call
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        if is_for_us(error):
+            raise
+        raise RuntimeError(told(error)) from error
+
+
+def is_for_us(error: BaseException) -> bool:
+    """Whether it ends the running task or this process, and not what the task called."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def _result(task: asyncio.Future[T]) -> T:
@@ -36,6 +60,17 @@ def abandon(task: asyncio.Future[Any]) -> None:
     if not task.done():
         task.cancel()
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+async def unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> bool:
+    """Waits, and gives up where `stop` is set, which gives False."""
+    task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        stopping.cancel()
+    return not stop.is_set()
 
 
 class Interrupt:
@@ -61,3 +96,52 @@ class Interrupt:
         finally:
             waiting.cancel()
         return task.done()
+
+
+class Turnstile:
+    """Lets `at_once` through at a time, in the order in which they came, on whichever event loop each is."""
+
+    def __init__(self, at_once: int) -> None:
+        self.at_once = self._free = at_once
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return type(self), (self.at_once,)
+
+    async def __aenter__(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            with self._lock:
+                if future in self._waiting:
+                    self._waiting.remove(future)
+            if not future.cancelled():  # its turn had come
+                self._next()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._next()
+
+    def _next(self) -> None:
+        with self._lock:
+            while self._waiting:
+                future = self._waiting.popleft()
+                try:
+                    future.get_loop().call_soon_threadsafe(self._let, future)
+                except RuntimeError:  # its loop has ended
+                    continue
+                return
+            self._free += 1
+
+    def _let(self, future: asyncio.Future[None]) -> None:
+        if future.done():  # it was cancelled
+            self._next()
+        else:
+            future.set_result(None)

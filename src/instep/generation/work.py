@@ -18,12 +18,13 @@ from instep.generation.client import EngineClient
 from instep.generation.dataset_rewards import DatasetRewards
 from instep.generation.foreign import ends, give, goes_to, read, refused, sent_as
 from instep.generation.manager import ActorStatus, ask
-from instep.generation.queues import Places, Port, Queue
+from instep.generation.queues import PATIENCE, Places, Port, Queue
 from instep.generation.rewards import RewardConfig
 from instep.generation.rollout import Harness, answer
 from instep.generation.statistics import lag
-from instep.generation.types import GenerationResult, PromptId, PromptRequest
-from instep.generation.waiting import bounded
+from instep.generation.text import clean, told
+from instep.generation.types import GenerationResult, PromptId
+from instep.generation.waiting import bounded, unless
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ class Prompt:
 class Work:
     """The prompts of one actor, from `begin` to `end`. They come by the queue, as places for their samples become free, or by `submitted`.
 
-    An error of the engine ends the actor, and `astatus` tells it; those of tools and verifiers are in the samples. A prompt that cannot be
-    answered is the result of its own error.
+    An error of the engine ends the actor, and `astatus` tells it; all others are in their samples. A prompt that cannot be answered is the
+    result of its own error.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class Work:
         self.name, self.background, self.serving, self.client, self.harness = name, background, serving, client, harness
         self.rewards, self.settings = rewards, settings
         self.reward = rewards.build(harness.tokenizer) if rewards else None
+        self.judging = Background(f"{name}-rewards", lambda: None) if rewards else None
+        """Where rewards are computed: a verifier that blocks its event loop keeps no engine waiting."""
         limit = settings.max_samples or serving.kv_cache.samples
         self.places = Places(limit)
         self.held = Places(2 * limit)
@@ -110,16 +113,14 @@ class Work:
 
     async def submitted(self, item: Any) -> Any:
         """A prompt that came by a call. Its result, in the form of whoever sent it."""
-        request = read(item)
-        self._check(request)
-        with_ = self._enter(request)
+        prompt = self._enter(item)
         try:
-            return give(await self._answer(with_))
+            return give(await self._answer(prompt))
         except asyncio.CancelledError:
             self.background.check()  # cancelled because the actor failed: say so
             raise
         finally:
-            self.under_way.pop(request.id, None)
+            del self.under_way[prompt.request.id]
 
     async def cancel(self, prompt: PromptId) -> bool:
         found = self.under_way.get(prompt)
@@ -151,6 +152,8 @@ class Work:
         for port in (self.inlet, self.train, self.eval):
             if port is not None:
                 port.close()
+        if self.judging is not None:
+            await asyncio.to_thread(self.judging.close, PATIENCE)
         return left
 
     def failed(self) -> None:
@@ -179,7 +182,7 @@ class Work:
                 await asyncio.sleep(ASKED)
                 continue
             for places in (self.held, self.places):
-                if not await self._unless_stopping(places.room()):
+                if not await unless(self.stopping, places.room()):
                     return
             self.pulling.clear()
             try:
@@ -196,13 +199,7 @@ class Work:
             await asyncio.sleep(ASKED)  # nobody tells
         if not self.stopping.is_set():
             self.unanswered.pop()
-            try:
-                request = read(item)
-                self._check(request)
-            except Exception as error:  # whatever was in the queue
-                self.background.start(self._refuse(item, error))
-            else:
-                self.background.start(self._handle(request))
+            self.background.start(self._handle(item))
             await asyncio.sleep(0)  # until it has asked for its places
 
     async def _must_not_take(self) -> bool:
@@ -213,38 +210,35 @@ class Work:
             self.asked = time.monotonic()
         return self.paused
 
-    async def _unless_stopping(self, waiting: Any) -> bool:
-        """Waits, and gives up where the actor stops."""
-        task, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(self.stopping.wait())
+    async def _handle(self, item: Any) -> None:
+        """Whatever came by the queue."""
         try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            task.cancel()
-            stop.cancel()
-        return not self.stopping.is_set()
-
-    async def _handle(self, request: PromptRequest) -> None:
-        """A prompt that came by the queue."""
-        prompt = self._enter(request)
+            prompt = self._enter(item)
+        except Exception as error:
+            return await self._refuse(item, error)
+        request = prompt.request
         async with self.held.taken(request.sampling.n):
             port = self._port(request)
             try:
                 while not await port.put(give(result := await self._answer(prompt)), lambda: self._too_old(result, prompt)):
                     self.stale += 1  # while it waited for a queue that was full
-            except ConfigError as error:
-                await self._refuse(sent_as(request), error)
-        self.under_way.pop(request.id)
+            except Exception as error:  # of the prompt, or a result that the queue does not take
+                if self.background.failure is not None:
+                    raise
+                del self.under_way[request.id]
+                return await self._refuse(sent_as(request), error)
+        del self.under_way[request.id]
+        return None
 
     async def _refuse(self, item: Any, error: Exception) -> None:
         """Answers what cannot be answered with its error."""
-        logger.warning("%s: a prompt is refused: %s", self.name, error)
-        task = asyncio.current_task()
-        assert task is not None
+        logger.warning("%s: a prompt is refused: %s", self.name, told(error))
         self.refusals += 1
         self.errors += 1
         place = PromptId("train", -self.refusals, "refused")
-        self.under_way[place] = Prompt(item, task)
-        await self._port(item).put(refused(item, str(error) or type(error).__name__, rewarded=self.rewards is not None), lambda: False)
+        self.under_way[place] = Prompt(item, _this_task())
+        why = clean(str(error)) or type(error).__name__
+        await self._port(item).put(refused(item, why, rewarded=self.rewards is not None), lambda: False)
         self.under_way.pop(place)
 
     def _port(self, item: Any) -> Port:
@@ -267,12 +261,12 @@ class Work:
                     f"prompt {request.id} was too old {ATTEMPTS} times: pushes come faster than it is answered",
                     next_step="raise max_staleness, push less often, or bound responses",
                 )
-        except ConfigError:  # the engine does not take such a prompt, and takes others
+        except Exception as error:
+            if not isinstance(error, ConfigError):  # else the engine does not take such a prompt, and takes others
+                self.background.fail(error)
             raise
-        except Exception as error:  # the engine's: tools and verifiers do not get this far
-            self.background.fail(error)
-            raise
-        result = await self.reward(result) if self.reward else result
+        if self.reward is not None and self.judging is not None:
+            result = await self.judging.aside(self.reward(result))
         if not self.settings.mask_tool_use:
             samples = [structs.replace(sample, mask=[1] * len(sample.token_ids)) for sample in result.samples]
             result = structs.replace(result, samples=samples)
@@ -285,15 +279,19 @@ class Work:
         bound = self.settings.max_staleness
         return bound is not None and self.lag > bound and not prompt.aborted.is_set()
 
-    def _check(self, request: PromptRequest) -> None:
+    def _enter(self, item: Any) -> Prompt:
+        """Raises `ConfigError` for what is no prompt, and for one that cannot be answered."""
+        request = read(item)
         self.harness.check(request)
         if self.rewards is not None:
             self.rewards.check(request)
         if request.id in self.under_way:
             raise ConfigError(f"prompt {request.id} is under way already: a round of its own tells it from the same prompt at another time")
-
-    def _enter(self, request: PromptRequest) -> Prompt:
-        task = asyncio.current_task()
-        assert task is not None
-        prompt = self.under_way[request.id] = Prompt(request, task)
+        prompt = self.under_way[request.id] = Prompt(request, _this_task())
         return prompt
+
+
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task

@@ -18,7 +18,11 @@ class Answer:
 
 
 class Verifier(Protocol):
-    """Raising is breaking: the sample then has an error, not a score of 0 that nobody notices."""
+    """Raising is breaking: the sample then has an error, not a score of 0 that nobody notices.
+
+    One that judges only so many answers at a time has a `turnstile` (`waiting.Turnstile`). An answer waits there for its turn, and
+    `RewardConfig.seconds` begin when it has come.
+    """
 
     async def __call__(self, answer: Answer, value: Any, /) -> float:
         """The score of an answer. `value` is the label's."""
