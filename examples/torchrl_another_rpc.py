@@ -6,7 +6,7 @@ TorchRL's page on `VLLMWeightReceiver` shows where another RPC would go; in inst
 side, and one function on the engine's. What they carry are requests of some kilobytes; the weights go through shared memory as before.
 
 The engine here is a `MemoryEngine`, so that this runs anywhere. Another takes its place as it is:
-`vllm.LLM(model=..., worker_extension_cls="instep.engine.vllm_worker.WorkerExtension")`.
+`vllm.LLM(model=..., worker_extension_cls="instep.vllm.WorkerExtension")`.
 """
 
 from __future__ import annotations

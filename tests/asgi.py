@@ -9,9 +9,9 @@ import httpx
 from toys import attention
 
 from instep import MemoryEngine
-from instep.engine.http import HttpEngine, HttpRpc
-from instep.engine.http_control import PREFIX, TO_WORKERS, Call, Control, Receive, Scope, Send, Served
-from instep.engine.rpc import ARGUMENTS, Answer
+from instep.engine.remote.http import HttpEngine, HttpRpc
+from instep.engine.remote.http_control import PREFIX, TO_WORKERS, Call, Control, Receive, Scope, Send, Served
+from instep.engine.remote.rpc import ARGUMENTS, Answer
 from instep.protocol import Request, encode, raw
 
 TOKEN = "token-of-the-tests"

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 from asgi import MSGPACK, ROUTES, call, request
 
-from instep.engine.http_control import PREFIX
+from instep.engine.remote.http_control import PREFIX
 from instep.protocol import CommitRequest
 
 WORKERS = 8

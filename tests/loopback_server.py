@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from toys import Checkpoint, checkpoint
 
 from instep import MemoryEngine
-from instep.engine.http_control import Served
+from instep.engine.remote.http_control import Served
 
 START, NEXT = checkpoint(0, layers=1), checkpoint(1, layers=1)
 

@@ -26,8 +26,8 @@ def main() -> None:
     from toys import attention
 
     from instep import MemoryEngine
-    from instep.engine.http_control import Control, Served
-    from instep.engine.http_token import token_of
+    from instep.engine.remote.http_control import Control, Served
+    from instep.engine.remote.http_token import token_of
 
     engine = MemoryEngine(attention(0), name=f"memory-{sys.argv[1]}")
     served = Served(engine, token_of())

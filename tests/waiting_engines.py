@@ -13,9 +13,9 @@ from asgi import asgi_engine
 
 from instep import MemoryEngine
 from instep.engine import CachePolicy
-from instep.engine.http_control import Served
-from instep.engine.rpc import Endpoint, LocalRpc, RemoteEngine
-from instep.engine.tcp import TcpDoor, TcpListener
+from instep.engine.remote.http_control import Served
+from instep.engine.remote.rpc import Endpoint, LocalRpc, RemoteEngine
+from instep.engine.remote.tcp import TcpDoor, TcpListener
 from instep.protocol import Method
 
 

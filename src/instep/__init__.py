@@ -9,6 +9,8 @@ receipt = sync.push(version="step-1")
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from instep.moved import follow
+
 if TYPE_CHECKING:
     from instep.engine.memory import MemoryEngine as MemoryEngine
     from instep.engine.transformers import TransformersEngine as TransformersEngine
@@ -25,6 +27,8 @@ _HOMES = {
     "TransformersEngine": "instep.engine.transformers",
     "WeightSync": "instep.sync",
 }
+
+follow()
 
 __all__ = ["Adapter", "MemoryEngine", "Receipt", "TransformersEngine", "WeightSync"]
 

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 from named_weights import WEIGHTS
 from loopback_server import MemoryServer
 from instep import MemoryEngine, WeightSync
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import InstepError
 from instep.transport import shm
 

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import os, time, types
 import torch
-from instep.engine import vllm_worker
+from instep.engine.vllm import worker as vllm_worker
 
 torch.set_num_threads(2)
 b = (torch.randn(512, 512) * 2 + 1).exp()  # with threads

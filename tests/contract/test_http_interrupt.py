@@ -17,7 +17,7 @@ from memory_server import HERE, TOKEN, Process
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 
 SEED = {seed: str(MemoryEngine(attention(seed)).fingerprint()) for seed in range(4)}
 PUSH = "from instep.cli import main; from instep.cli import push; push.SECONDS = {seconds}; main()"

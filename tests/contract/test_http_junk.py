@@ -15,7 +15,7 @@ from memory_server import TOKEN, Process
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 
 NOISE = {
     "zeros": b"\x00" * 1000,

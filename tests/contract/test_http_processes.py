@@ -19,7 +19,7 @@ from memory_server import HERE, TOKEN, Process
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 from instep.errors import EngineLost, EngineTimeout, SyncError, TransportError
 from instep.transport import shm
 from instep.transport.broadcast import own_address
@@ -189,7 +189,7 @@ TRAINER = """
 import sys
 from toys import attention
 from instep import WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 sync = WeightSync(attention(2), [HttpEngine(sys.argv[1], sys.argv[2])], timeout=2)
 print("pushing", flush=True)
 sync.push("doomed")

@@ -13,9 +13,9 @@ from asgi import answering, asgi_rpc
 from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.pipe import PipeDoor, PipeRpc
-from instep.engine.rpc import Answer, Endpoint, LocalRpc, RemoteEngine, Rpc
-from instep.engine.tcp import TcpDoor, TcpListener
+from instep.engine.remote.pipe import PipeDoor, PipeRpc
+from instep.engine.remote.rpc import Answer, Endpoint, LocalRpc, RemoteEngine, Rpc
+from instep.engine.remote.tcp import TcpDoor, TcpListener
 from instep.errors import ConfigError, EngineDirty, EngineLost, EngineTimeout, PlanError
 
 pytestmark = pytest.mark.usefixtures("segments")

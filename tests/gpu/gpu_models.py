@@ -17,7 +17,7 @@ from instep.transport.group import environment
 
 MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 """Not measured at the start, which fails where another process frees memory meanwhile."""
-EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
+EXTENSION = "instep.vllm.WorkerExtension"
 
 __all__ = ["EXTENSION", "MEMORY", "PROMPTS", "folder", "greedy", "model", "start", "stop_vllm", "visible"]
 

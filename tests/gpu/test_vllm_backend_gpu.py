@@ -16,7 +16,7 @@ import pytest
 from gpu_models import PROMPTS, greedy, model, start, stop_vllm
 
 from instep import WeightSync
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.publisher import WeightPublisher
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'"),

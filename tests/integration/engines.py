@@ -24,7 +24,7 @@ SETTINGS = {
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles its sampler at the first token: seconds, and it dies where there is no C++ compiler
 }
 ARGUMENTS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 96, "max_num_seqs": 8, "skip_tokenizer_init": True}
-EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
+EXTENSION = "instep.vllm.WorkerExtension"
 IMPORTED = [
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from instep.engine.vllm_worker import VllmHost, WorkerExtension, adopt
+from instep.engine.vllm.worker import VllmHost, WorkerExtension, adopt
 from instep.receiver import Fill
 from instep.receiver.state import Receiver
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from models import tiny
 
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.publisher import WeightPublisher
 
 Weights = dict[str, torch.Tensor]
 

@@ -6,7 +6,7 @@ import torch
 import xxhash
 
 from instep.digest import as_bytes
-from instep.engine.vllm_worker import WorkerExtension
+from instep.engine.vllm.worker import WorkerExtension
 
 
 class SummingExtension(WorkerExtension):

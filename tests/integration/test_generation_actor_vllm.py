@@ -18,7 +18,7 @@ from models import PROMPTS, tiny
 from plain_tokens import Add, OnceParser, Tokens, length, trainer_logprobs
 
 from instep import WeightSync
-from instep.engine.vllm_serving import start_vllm
+from instep.engine.vllm.serving import start_vllm
 from instep.errors import ConfigError, EngineLost, GenerationError, SyncError
 from instep.generation import Label, PromptId, PromptRequest, RewardConfig, Sampling
 from instep.generation.actor import LLMActor

@@ -17,7 +17,7 @@ from http_server import TOKEN, Server
 from models import save, tiny
 
 from instep import WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 
 STARTS = int(os.environ.get("INSTEP_SERVER_STARTS", "3"))
 BURN = "import torch\nx = torch.rand(512, 512)\nwhile True:\n    x = (x @ x).clamp(-1, 1)"

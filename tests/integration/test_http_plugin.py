@@ -20,12 +20,12 @@ from test_http_serve import CLOSE, become, serves
 
 import instep
 from instep import WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 
 DISTRIBUTION = {
     "METADATA": "Metadata-Version: 2.1\nName: instep\nVersion: 0.1.0\n",
-    "entry_points.txt": "[vllm.general_plugins]\ninstep = instep.engine.vllm_plugin:register\n"
-    "[vllm.endpoint_plugins]\ninstep = instep.engine.vllm_routes:EndpointPlugin\n",
+    "entry_points.txt": "[vllm.general_plugins]\ninstep = instep.engine.vllm.plugin:register\n"
+    "[vllm.endpoint_plugins]\ninstep = instep.engine.vllm.routes:EndpointPlugin\n",
 }
 """What an installed instep has of `pyproject.toml`; the one under test may not be installed."""
 

@@ -14,7 +14,7 @@ from models import save, tiny
 from test_http_serve import become, serves
 
 from instep import WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 from instep.errors import EngineLost
 from instep.transport import shm
 

@@ -26,7 +26,7 @@ from models import PROMPTS, tiny
 from plain_tokens import trainer_logprobs
 
 from instep import WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 from instep.errors import ApplyError, ConfigError, EngineTimeout
 from instep.transport import shm
 
@@ -108,7 +108,7 @@ import sys
 sys.path.insert(0, sys.argv[3])
 from models import tiny
 from instep import WeightSync
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 sync = WeightSync(tiny("qwen3", 3), [HttpEngine(sys.argv[1], sys.argv[2])], timeout=8)
 print("pushing", flush=True)
 sync.push("doomed")

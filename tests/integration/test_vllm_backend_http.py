@@ -15,7 +15,7 @@ from models import PROMPTS, tiny
 from test_vllm_async import LENGTH, generate, started
 
 from instep import WeightSync
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import ApplyError
 
 

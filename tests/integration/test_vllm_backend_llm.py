@@ -13,7 +13,7 @@ from models import PROMPTS, tiny
 from phases import Weights, takes_over, update
 
 from instep import WeightSync
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.publisher import WeightPublisher
 from instep.transport.shm import directory
 
 
@@ -165,8 +165,8 @@ class Client:
 def test_vllms_own_trainer_factory_sends_weights_with_instep(llm: Any, publisher: WeightPublisher, reference: Callable[..., Any]) -> None:
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
-    from instep.engine.vllm_plugin import register
-    from instep.engine.vllm_trainer import InstepTrainerInitInfo
+    from instep.engine.vllm.plugin import register
+    from instep.engine.vllm.trainer import InstepTrainerInitInfo
 
     register()
     model = tiny("llama", 3).float()

@@ -12,7 +12,7 @@ from engines import Generated, greedy
 from models import PROMPTS, tiny
 from phases import Weights, takes_over, update
 
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.publisher import WeightPublisher
 from instep.protocol import Reply, Request, decode, encode
 
 

@@ -17,7 +17,7 @@ from interrupts import Interrupts
 from models import PROMPTS, tiny
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.vllm import VllmEngine
+from instep.engine.vllm.engine import VllmEngine
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineTimeout, InstepError, PlanError, SyncError, VersionConflict
 from instep.telemetry import Event
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.engine.vllm_worker import VllmHost
+from instep.engine.vllm.worker import VllmHost
 from instep.errors import PlanError
 from instep.plan.routes import prove
 from instep.protocol import TensorMeta, WorkerPlan

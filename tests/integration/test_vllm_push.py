@@ -13,7 +13,7 @@ from engines import greedy, keeps_plain_weights, versions
 from models import PROMPTS, tiny
 
 from instep import WeightSync
-from instep.engine.vllm import VllmEngine
+from instep.engine.vllm.engine import VllmEngine
 from instep.verify import verify
 
 FAMILIES = ("qwen3", "llama", "qwen3_moe")

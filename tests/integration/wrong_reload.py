@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
 
-from instep.engine import vllm_worker
-from instep.engine.vllm_worker import WorkerExtension, receiver_for
+from instep.engine.vllm import worker as vllm_worker
+from instep.engine.vllm.worker import WorkerExtension, receiver_for
 from instep.receiver.kept import Kept
 
 

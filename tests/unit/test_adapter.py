@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from source_models import WRAPPERS, assert_source_equals, checkpoint_layers, llama, lora, lora_with_second_adapter
 
 from instep import Adapter, MemoryEngine, TransformersEngine, WeightSync
-from instep.engine.vllm_adapter import VllmAdapter
+from instep.engine.vllm.adapter import VllmAdapter
 from instep.errors import ApplyError, ConfigError, DigestMismatch, EngineDirty, PlanError, SourceError, VersionConflict
 from instep.receiver import MERGED
 

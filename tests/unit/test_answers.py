@@ -13,10 +13,10 @@ from asgi import TOKEN
 from toys import attention
 
 from instep import MemoryEngine
-from instep.engine.answers import Answer, answer
-from instep.engine.asgi import App, Receive, Scope, Send
-from instep.engine.http_control import Control, Served
-from instep.engine.vllm_answers import note_versions
+from instep.engine.remote.answers import Answer, answer
+from instep.engine.remote.asgi import App, Receive, Scope, Send
+from instep.engine.remote.http_control import Control, Served
+from instep.engine.vllm.answers import note_versions
 
 FIRST, LAST = "x-instep-version-first", "x-instep-version-last"
 Told = tuple[httpx.Headers, str]
@@ -254,7 +254,7 @@ class Processor:
 
 
 def test_all_requests_of_an_answer_count_in_the_order_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.engine.vllm_answers._labels", lambda: True)
+    monkeypatch.setattr("instep.engine.vllm.answers._labels", lambda: True)
     llm: Any = type("LLM", (), {})()
     llm.output_processor = processor = Processor()
     assert note_versions(llm)
@@ -290,7 +290,7 @@ def test_all_requests_of_an_answer_count_in_the_order_of_their_tokens(monkeypatc
 
 
 def test_a_vllm_that_does_not_label_its_tokens_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.engine.vllm_answers._labels", lambda: False)
+    monkeypatch.setattr("instep.engine.vllm.answers._labels", lambda: False)
     llm: Any = type("LLM", (), {})()
     llm.output_processor = Processor()
     assert not note_versions(llm)

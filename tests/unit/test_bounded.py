@@ -14,8 +14,8 @@ import pytest
 from named_weights import Trainer, engine_named, serves
 
 from instep import history
-from instep.engine import vllm
-from instep.engine.vllm import VllmEngine
+from instep.engine.vllm import engine as vllm
+from instep.engine.vllm.engine import VllmEngine
 from instep.errors import EngineTimeout, VersionConflict
 from instep.history import KEPT, History
 

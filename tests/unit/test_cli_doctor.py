@@ -123,12 +123,12 @@ def test_worker_extension_that_cannot_be_imported_fails(monkeypatch: pytest.Monk
     monkeypatch.setattr(checks, "import_module", broken)
     finding = checks.worker_extension()
     assert finding.level == "fail"
-    assert "instep.engine.vllm_worker" in finding.text
+    assert "instep.engine.vllm.worker" in finding.text
 
 
 @pytest.mark.parametrize(("allowed", "level"), [(None, "ok"), ("other", "warn"), ("other, instep", "ok")])
 def test_plugin_allowlist(allowed: str | None, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = EntryPoint("instep", "instep.engine.vllm_backend:register", "vllm.general_plugins")
+    ours = EntryPoint("instep", "instep.engine.vllm.backend:register", "vllm.general_plugins")
     monkeypatch.setattr(checks, "entry_points", lambda group: [ours])
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if allowed is not None:

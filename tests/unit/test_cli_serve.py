@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from asgi import TOKEN
 
-from instep.engine import http_token
+from instep.engine.remote import http_token
 
 Run = Callable[..., tuple[int, str, str]]
 IMPORTED = "this command needs the package vllm"

@@ -23,7 +23,7 @@ from instep.dropin.torchrl import (
     VLLMWeightSyncScheme,
 )
 from instep.dropin.torchrl.collective import free_port
-from instep.engine.rpc import Endpoint
+from instep.engine.remote.rpc import Endpoint
 from instep.errors import ConfigError, PlanError, SourceError
 
 pytestmark = [pytest.mark.usefixtures("segments"), pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")]

@@ -18,7 +18,7 @@ from dropin_pairs import LATER, METADATA, NEW, OLD, holds, joined, pair, start
 
 from instep import MemoryEngine
 from instep.dropin.torchrl import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
-from instep.engine.rpc import Answer, Endpoint, LocalRpc, RemoteEngine
+from instep.engine.remote.rpc import Answer, Endpoint, LocalRpc, RemoteEngine
 from instep.errors import ConfigError, EngineLost, PlanError, SyncError, TransportError
 
 pytestmark = [pytest.mark.usefixtures("segments"), pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")]

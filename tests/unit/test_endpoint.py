@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine import fleet, rpc
-from instep.engine.rpc import GONE, Endpoint, LocalRpc, Outcome, RemoteEngine
+from instep.engine import fleet
+from instep.engine.remote import rpc
+from instep.engine.remote.rpc import GONE, Endpoint, LocalRpc, Outcome, RemoteEngine
 from instep.errors import EngineDirty, EngineLost, EngineTimeout, SyncError, VersionConflict
 from instep.protocol import Request, decode, encode, raw
 

@@ -44,7 +44,7 @@ print(json.dumps(said))
 CALLS = {
     "from instep.telemetry import progress_bar; progress_bar()": "rich",
     "from instep.telemetry import prometheus; prometheus()": "prometheus_client",
-    "from instep.engine.http import HttpEngine; HttpEngine('http://127.0.0.1:9')": "httpx",
+    "from instep.engine.remote.http import HttpEngine; HttpEngine('http://127.0.0.1:9')": "httpx",
     "from instep.generation.schema import Arguments; Arguments({})": "jsonschema",
     "from instep.generation import HttpTool; HttpTool(None, 'http://127.0.0.1:9')": "aiohttp",
     "from instep.generation import Maths; Maths()": "math_verify",
@@ -56,7 +56,7 @@ CALLS = {
     "from instep.dropin.vllm_rlhf import ColocateSender; ColocateSender({}).get_zmq_handles()": "zmq",
     "from instep.bench.shapes import config; config('tiny')": "transformers",
     "from instep.cli.hub import found; found('nobody/nothing')": "huggingface_hub",
-    "import asyncio; from instep.engine.vllm_serving import start_vllm; asyncio.run(start_vllm('a model'))": "vllm",
+    "import asyncio; from instep.engine.vllm.serving import start_vllm; asyncio.run(start_vllm('a model'))": "vllm",
     "from instep.demo import run; run()": "httpx",
 }
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollouts import TOKENIZER, Say, ScriptedClient, encode, harness, request, run, said
 from sample_records import sample
 
-from instep.engine.vllm_serving import PLAIN_TEMPLATE, template_for
+from instep.engine.vllm.serving import PLAIN_TEMPLATE, template_for
 from instep.generation import Limits, answer
 from instep.generation.batch import collate
 from instep.generation.budget import room, truncate, turn_tokens

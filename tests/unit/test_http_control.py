@@ -12,9 +12,9 @@ from msgspec import structs
 from toys import attention, described
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.http_answer import faults_of
-from instep.engine.http_control import BODIES, LARGE, PREFIX, SMALL, TO_WORKERS, Served
-from instep.engine.rpc import Outcome
+from instep.engine.remote.http_answer import faults_of
+from instep.engine.remote.http_control import BODIES, LARGE, PREFIX, SMALL, TO_WORKERS, Served
+from instep.engine.remote.rpc import Outcome
 from instep.errors import ConfigError, EngineDirty, SyncError, VersionConflict
 from instep.plan.routes import signature
 from instep.protocol import CommitRequest, PrepareRequest, TraceRequest, decode, encode

@@ -12,10 +12,11 @@ from asgi import TOKEN, app, asgi_engine, served
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine import connect, http, http_control, http_token
-from instep.engine.http import HttpEngine, HttpRpc
-from instep.engine.http_control import PREFIX
-from instep.engine.http_token import is_loopback, take_token, token_of
+from instep.engine import connect
+from instep.engine.remote import http, http_control, http_token
+from instep.engine.remote.http import HttpEngine, HttpRpc
+from instep.engine.remote.http_control import PREFIX
+from instep.engine.remote.http_token import is_loopback, take_token, token_of
 from instep.errors import ConfigError, EngineLost, InstepError
 
 pytestmark = pytest.mark.usefixtures("segments")

@@ -12,8 +12,8 @@ from msgspec import structs
 from toys import attention, described
 
 from instep import WeightSync
-from instep.engine import http_control
-from instep.engine.http_control import PREFIX, Served
+from instep.engine.remote import http_control
+from instep.engine.remote.http_control import PREFIX, Served
 from instep.plan.routes import signature
 from instep.protocol import PrepareRequest, encode
 

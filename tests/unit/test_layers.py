@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 import instep
@@ -21,7 +23,10 @@ FILES = sorted(
     path for folder in ("src", "tests", "scripts", "bench", "examples") for path in (ROOT / folder).rglob("*.py") if path.stat().st_size
 )
 
-ANYWHERE = {"vllm": ("engine/vllm*.py", "receiver/*", "dropin/*"), "ray": ("generation/ray*.py", "engine/vllm.py", "dropin/ray_group.py")}
+ANYWHERE = {
+    "vllm": ("engine/vllm/*", "receiver/*", "dropin/*"),
+    "ray": ("generation/ray*.py", "engine/vllm/engine.py", "dropin/ray_group.py"),
+}
 """Files that may import a package at any place."""
 INSIDE_FUNCTIONS = {
     "vllm": ("bench/*", "demo/*", "cli/self_test.py", "cli/serve.py"),
@@ -37,6 +42,30 @@ def test_layers() -> None:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_no_file_leads_back_to_itself() -> None:
+    """A package's own `__init__` is left out: it names what its files share, and imports them when they are asked for."""
+    graph = grimp.build_graph("instep", exclude_type_checking_imports=True, cache_dir=None)
+    leads = {
+        module: {other for other in graph.find_modules_directly_imported_by(module) if not module.startswith(f"{other}.")}
+        for module in graph.modules
+    }
+    TopologicalSorter(leads).prepare()  # raises `CycleError`, which names the circle
+
+
+def test_a_module_is_found_under_its_old_name() -> None:
+    program = (
+        "import instep.engine.vllm_plugin as old, instep.engine.http_token\n"
+        "from instep.engine.vllm import plugin\n"
+        "from instep.engine.remote import http_token\n"
+        "assert old is plugin and instep.engine.http_token is http_token\n"
+        "assert old.__spec__.name == old.__name__ == 'instep.engine.vllm.plugin'\n"
+        "from instep.engine.vllm import VllmEngine\n"
+        "try:\n    import instep.engine.vllm_nothing\n"
+        "except ModuleNotFoundError as error:\n    assert error.name == 'instep.engine.vllm.nothing'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def imports(tree: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:

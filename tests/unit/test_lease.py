@@ -15,7 +15,7 @@ from test_trust import AtOnceEngine
 
 from instep import MemoryEngine
 from instep.engine import CachePolicy
-from instep.engine.rpc import Endpoint, LocalRpc, RemoteEngine
+from instep.engine.remote.rpc import Endpoint, LocalRpc, RemoteEngine
 from instep.errors import EngineBusy, EngineTimeout, InstepError, PlanError, VersionConflict
 
 pytestmark = pytest.mark.usefixtures("segments")

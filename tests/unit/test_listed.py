@@ -11,7 +11,7 @@ import pytest
 from named_weights import WEIGHTS, Trainer, engine_named, serves
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.rpc import Endpoint, LocalRpc, RemoteEngine
+from instep.engine.remote.rpc import Endpoint, LocalRpc, RemoteEngine
 from instep.errors import ConfigError, EngineTimeout, TransportError
 
 pytestmark = pytest.mark.usefixtures("segments")

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.http_control import Served
+from instep.engine.remote.http_control import Served
 from instep.errors import InstepError
 from instep.metrics import Lag, metrics
 

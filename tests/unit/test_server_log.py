@@ -13,9 +13,9 @@ from asgi import asgi_engine, served
 from toys import attention
 
 from instep import WeightSync
-from instep.engine import server_log
-from instep.engine.http_control import PREFIX
-from instep.engine.server_log import Quiet
+from instep.engine.remote import server_log
+from instep.engine.remote.http_control import PREFIX
+from instep.engine.remote.server_log import Quiet
 from instep.errors import SyncError
 
 pytestmark = pytest.mark.usefixtures("segments")

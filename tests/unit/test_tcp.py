@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from instep.engine.rpc import GONE
-from instep.engine.tcp import Hello, TcpDoor, TcpListener, TcpRpc
+from instep.engine.remote.rpc import GONE
+from instep.engine.remote.tcp import Hello, TcpDoor, TcpListener, TcpRpc
 from instep.errors import EngineLost, TransportError
 from instep.protocol import encode
 
@@ -148,7 +148,7 @@ def test_a_proof_cannot_be_used_again(listener: TcpListener, echo: Echo) -> None
 
 
 def test_one_that_says_nothing_is_dropped(listener: TcpListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.engine.tcp.HANDSHAKE", 0.1)
+    monkeypatch.setattr("instep.engine.remote.tcp.HANDSHAKE", 0.1)
     with socket.create_connection(("localhost", listener.port), timeout=20) as silent:
         assert silent.recv(1) == b""
     assert "no engine" in str(listener.problem)
@@ -156,7 +156,7 @@ def test_one_that_says_nothing_is_dropped(listener: TcpListener, monkeypatch: py
 
 def test_a_frame_beyond_the_limit_ends_the_connection(listener: TcpListener, door: TcpDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     (rpc,) = listener.accept(1, timeout=20)
-    monkeypatch.setattr("instep.engine.tcp.LARGE", 1 << 16)
+    monkeypatch.setattr("instep.engine.remote.tcp.LARGE", 1 << 16)
     call(rpc)  # the read that was waiting had the old limit
     with pytest.raises(EngineLost, match="engine"):
         call(rpc, bytes(1 << 16))

@@ -25,7 +25,8 @@ from instep.errors import (
 )
 from instep.plan.buckets import ALIGN
 from instep.protocol import WorkerReceipt
-from instep.receiver.arrival import Proof, Pulled
+from instep.receiver.arrival import Pulled
+from instep.receiver.proof import Proof
 from instep.receiver.stream import Streamed
 
 pytestmark = pytest.mark.usefixtures("segments")

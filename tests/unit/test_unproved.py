@@ -14,13 +14,14 @@ from pretend_cuda import pretend
 from toys import ToyHost, attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.http_control import Served
-from instep.engine.rpc import Endpoint, LocalRpc, RemoteEngine
+from instep.engine.remote.http_control import Served
+from instep.engine.remote.rpc import Endpoint, LocalRpc, RemoteEngine
 from instep.errors import DigestMismatch, EngineDirty, SyncError
 from instep.protocol import Request, encode
 from instep.receiver import state
-from instep.receiver.arrival import Proof, Pulled, Seen
+from instep.receiver.arrival import Pulled, Seen
 from instep.receiver.kept import Kept
+from instep.receiver.proof import Proof
 
 pytestmark = pytest.mark.usefixtures("segments")
 START, ONE, TWO = map(attention, range(3))

@@ -16,10 +16,11 @@ import torch
 from toys import Checkpoint, attention
 from vllm_stub import Executor, Worker, install
 
-from instep.engine import vllm_plugin
 from instep.engine.memory import MemoryEngine
 from instep.engine.memory_host import MemoryHost
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm import plugin as vllm_plugin
+from instep.engine.vllm.config import chosen
+from instep.engine.vllm.publisher import WeightPublisher
 from instep.receiver.state import Receiver
 
 VERSIONS = [(0, 25), (0, 26), (0, 28), (0, 32)]
@@ -33,7 +34,7 @@ def test_the_entry_point_names_the_function() -> None:
 
 def test_the_plugin_imports_nothing_heavy() -> None:
     """vLLM loads it in every process, also where nobody asks for instep."""
-    program = "import sys, instep.engine.vllm_plugin; print(*[name for name in ('torch', 'numpy', 'vllm') if name in sys.modules])"
+    program = "import sys, instep.engine.vllm.plugin; print(*[name for name in ('torch', 'numpy', 'vllm') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split() == []
 
 
@@ -66,10 +67,10 @@ def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 
 def test_an_engine_has_chosen_instep_or_not() -> None:
-    assert vllm_plugin.chosen(SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="instep")))
-    assert not vllm_plugin.chosen(SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="nccl")))
-    assert not vllm_plugin.chosen(SimpleNamespace(weight_transfer_config=None))
-    assert not vllm_plugin.chosen(SimpleNamespace())
+    assert chosen(SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="instep")))
+    assert not chosen(SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="nccl")))
+    assert not chosen(SimpleNamespace(weight_transfer_config=None))
+    assert not chosen(SimpleNamespace())
 
 
 def test_calls_carry_a_dtype_as_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

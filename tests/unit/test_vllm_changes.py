@@ -9,7 +9,7 @@ import pytest
 import torch
 from named_weights import WEIGHTS, Trainer, engine_named, serves
 
-from instep.engine.vllm_changes import watch
+from instep.engine.vllm.changes import watch
 from instep.errors import PlanError
 
 

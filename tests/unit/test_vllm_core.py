@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from instep.engine import vllm_plugin
 from instep.engine.at_once import goes_on
-from instep.engine.vllm_core import commit
+from instep.engine.vllm import plugin as vllm_plugin
+from instep.engine.vllm.core import commit
 from instep.protocol import CommitRequest, Fault, Reply, Request, WorkerReceipt, decode, encode, raw
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from toys import Checkpoint, ToyHost, bits
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.vllm import adapt
-from instep.engine.vllm_experts import apart, check_experts_stay
-from instep.engine.vllm_worker import VllmHost
+from instep.engine.vllm.engine import adapt
+from instep.engine.vllm.experts import apart, check_experts_stay
+from instep.engine.vllm.worker import VllmHost
 from instep.errors import ConfigError, PlanError
 from instep.receiver.state import Receiver
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.engine.vllm_worker import VllmHost
+from instep.engine.vllm.worker import VllmHost
 
 
 class Tied(nn.Module):

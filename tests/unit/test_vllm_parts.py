@@ -12,7 +12,7 @@ from test_vllm_backend import Engine
 from toys import attention
 from vllm_stub import install
 
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import ConfigError
 from instep.protocol import Manifest
 
@@ -113,7 +113,7 @@ def test_a_part_that_came_before_another_trainer_is_forgotten(
 
 @pytest.mark.parametrize("sizes", [[1] * 5, [100, 1, 1, 1, 1], [1, 1, 1, 1, 100], [0, 0, 0, 0, 0], [3, 50, 2, 50, 1]], ids=str)
 def test_every_tensor_is_in_one_part_and_none_is_empty(newest: Any, sizes: list[int]) -> None:
-    from instep.engine.vllm_parts import split
+    from instep.engine.vllm.parts import split
     from instep.protocol import Location, TensorMeta
 
     metas = [TensorMeta(str(index), "uint8", (size,)) for index, size in enumerate(sizes)]

@@ -14,7 +14,7 @@ import torch
 from toys import Checkpoint, attention, bits
 from vllm_stub import install
 
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import ConfigError, PlanError, SourceError
 from instep.protocol import Manifest, decode
 from instep.source.module import MappingSource
@@ -145,7 +145,7 @@ def test_vllms_trainer_engine_sends_whole_versions(
 ) -> None:
     """Rank 0 talks to the engine; the others take part in gathering, for both reads of each version."""
     vllm = install(monkeypatch, version)
-    from instep.engine.vllm_trainer import InstepTrainer, InstepTrainerInitInfo
+    from instep.engine.vllm.trainer import InstepTrainer, InstepTrainerInitInfo
 
     sources = [weight_source(vllm), weight_source(vllm)]
     config = {"config": None} if version < (0, 28) else {}

@@ -9,7 +9,7 @@ import pytest
 from toys import attention
 
 from instep import MemoryEngine, WeightSync
-from instep.engine.vllm_replicas import call_workers
+from instep.engine.vllm.replicas import call_workers
 from instep.errors import PlanError, SyncError
 
 pytestmark = pytest.mark.usefixtures("segments")

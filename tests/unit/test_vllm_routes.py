@@ -17,10 +17,11 @@ from toys import attention
 from instep import MemoryEngine, WeightSync, cli
 from instep.cli import serve
 from instep.cli.serving import ServeControl
-from instep.engine import http_token, vllm_routes
-from instep.engine.http_control import Served
-from instep.engine.rpc import LocalRpc, RemoteEngine
-from instep.engine.vllm_routes import EndpointPlugin, VllmControl, served_of
+from instep.engine.remote import http_token
+from instep.engine.remote.http_control import Served
+from instep.engine.remote.rpc import LocalRpc, RemoteEngine
+from instep.engine.vllm import routes as vllm_routes
+from instep.engine.vllm.routes import EndpointPlugin, VllmControl, served_of
 from instep.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("segments")

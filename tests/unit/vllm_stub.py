@@ -28,7 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> Module
         BASE: module,
     }.items():
         monkeypatch.setitem(sys.modules, name, found)
-    for name in ("instep.engine.vllm_backend", "instep.engine.vllm_trainer"):
+    for name in ("instep.engine.vllm.backend", "instep.engine.vllm.trainer"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return module
 

@@ -28,7 +28,7 @@ from instep.bench.results import Setting
 from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU
 from instep.bench.trainer import Trainer
 from instep.engine import CachePolicy
-from instep.engine.vllm_serving import start_vllm
+from instep.engine.vllm.serving import start_vllm
 from instep.errors import InstepError
 from instep.generation import GenerationResult, LLMActor, PromptId, PromptRequest, Sampling
 from instep.transport.group import environment

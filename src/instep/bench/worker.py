@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from instep.bench.waits import DEADLINE
-from instep.engine.vllm_worker import VllmHost, WorkerExtension
+from instep.engine.vllm.worker import VllmHost, WorkerExtension
 from instep.receiver import Host
 from instep.transport.group import Group, find
 

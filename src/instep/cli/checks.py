@@ -142,7 +142,7 @@ def compiler() -> Finding:
 
 def worker_extension() -> Finding:
     """vLLM imports this class in each of its workers by name."""
-    path = "instep.engine.vllm_worker.WorkerExtension"
+    path = "instep.vllm.WorkerExtension"
     try:
         module, name = path.rsplit(".", 1)
         getattr(import_module(module), name)

@@ -24,7 +24,7 @@ from instep.cli.layer_rows import Report, alike, rows, tables, timed
 from instep.cli.output import console, terminable
 from instep.cli.plan_memory import announced
 from instep.cli.start_signals import ending_at_once
-from instep.engine.vllm import EXTENSION
+from instep.engine.vllm.config import EXTENSION
 from instep.errors import ConfigError
 
 TIMEOUT = 600.0

@@ -127,7 +127,7 @@ def start_vllm(model: Any, folder: Path) -> Subject:
 
     model.save_pretrained(folder)
     llm = LLM(
-        model=str(folder), skip_tokenizer_init=True, worker_extension_cls="instep.engine.vllm_worker.WorkerExtension",
+        model=str(folder), skip_tokenizer_init=True, worker_extension_cls="instep.vllm.WorkerExtension",
         enforce_eager=True, max_model_len=64, max_num_seqs=4, seed=0,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)

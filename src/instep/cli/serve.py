@@ -13,10 +13,10 @@ from cyclopts import Parameter
 
 from instep.cli.serve_checks import check, check_host, check_servers
 from instep.cli.start_signals import ending_at_once
-from instep.engine.http_token import take_token
+from instep.engine.remote.http_token import take_token
+from instep.engine.vllm.config import EXTENSION
 from instep.errors import ConfigError
 
-EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
 TRAINER = "trainer"
 CONTROL = "instep.cli.serving.ServeControl"
 

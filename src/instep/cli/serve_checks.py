@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.cli import hub
-from instep.engine.http_token import is_loopback
+from instep.engine.remote.http_token import is_loopback
 from instep.errors import ConfigError
 
 PORT = "8000"  # vLLM's default

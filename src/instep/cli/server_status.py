@@ -11,8 +11,8 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from instep.engine.http_token import SET_IT, token_of, turned_away
-from instep.engine.http_url import Place, place
+from instep.engine.remote.http_token import SET_IT, token_of, turned_away
+from instep.engine.remote.http_url import Place, place
 from instep.errors import WORDS
 from instep.extras import needed_by
 

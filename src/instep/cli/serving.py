@@ -9,9 +9,9 @@ from pathlib import Path
 
 from instep import WeightSync
 from instep.cli.start_signals import started
-from instep.engine.http_control import Served
-from instep.engine.rpc import LocalRpc, RemoteEngine
-from instep.engine.vllm_routes import VllmControl
+from instep.engine.remote.http_control import Served
+from instep.engine.remote.rpc import LocalRpc, RemoteEngine
+from instep.engine.vllm.routes import VllmControl
 from instep.errors import InstepError
 from instep.transport.shm import sweep
 

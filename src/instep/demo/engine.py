@@ -46,7 +46,7 @@ def start_vllm(checkpoint: Path, task: Task) -> Running:
 
     llm = vllm.LLM(
         model=str(checkpoint),
-        worker_extension_cls="instep.engine.vllm_worker.WorkerExtension",  # all that instep needs
+        worker_extension_cls="instep.vllm.WorkerExtension",  # all that instep needs
         dtype="float32",  # what the trainer has; CPUs without bfloat16 instructions are also four times faster with it
         skip_tokenizer_init=True,
         enforce_eager=True,

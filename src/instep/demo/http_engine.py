@@ -19,7 +19,7 @@ import httpx
 
 from instep.demo.engine import Running
 from instep.demo.task import Task
-from instep.engine.http import HttpEngine
+from instep.engine.remote.http import HttpEngine
 from instep.engine.transformers import Completion
 from instep.errors import ConfigError
 

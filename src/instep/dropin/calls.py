@@ -18,7 +18,7 @@ from instep.dropin.absent import at_work
 from instep.dropin.communicator import DEADLINE
 from instep.dropin.peers import Peers, of_worker
 from instep.dropin.together import as_instep
-from instep.engine.vllm_peers import speaks
+from instep.engine.vllm.peers import speaks
 from instep.errors import InstepError, Serving
 from instep.protocol import WorkerReceipt
 

@@ -12,8 +12,8 @@ from instep.dropin.absent import at_work, patience, watch
 from instep.dropin.calls import by_all, peers_of, with_one_voice
 from instep.dropin.communicator import DEADLINE, Communicator, dtype_of
 from instep.dropin.rounds import Rounds
-from instep.engine.vllm_guard import refuse_while
-from instep.engine.vllm_worker import WorkerExtension, receiver_for
+from instep.engine.vllm.guard import refuse_while
+from instep.engine.vllm.worker import WorkerExtension, receiver_for
 from instep.errors import PlanError, VersionConflict
 from instep.protocol import WorkerReceipt
 

@@ -23,7 +23,7 @@ CachePolicy = Literal["reset", "keep"]
 UNLABELLED = "unknown"
 """Label of tokens made with weights that something else than a push has changed."""
 
-ADAPTERS = ("instep.engine.http", "instep.engine.vllm", "instep.engine.actor_handle")
+ADAPTERS = ("instep.engine.remote.http", "instep.engine.vllm.engine", "instep.engine.remote.actor_handle")
 """Modules with `adapt(obj) -> Engine | None`, asked in order for objects that are no engines themselves."""
 
 

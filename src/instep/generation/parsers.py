@@ -165,7 +165,7 @@ def vllm_parser(name: str, tokenizer: Any, **settings: Any) -> ChatParser:
 
     Raises `ConfigError` for a name that this vLLM does not have, and where there is no vLLM.
     """
-    from instep.engine.vllm_parsers import load
+    from instep.engine.vllm.parsers import load
 
     return ChatParser(tokenizer, load(name, tokenizer), **settings)
 

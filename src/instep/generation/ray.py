@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from instep.engine.vllm_serving import start_vllm
+from instep.engine.vllm.serving import start_vllm
 from instep.errors import ConfigError, EngineTimeout
 from instep.extras import needed_by
 from instep.generation.arguments import actor_options, engine_arguments

@@ -11,7 +11,7 @@ from typing import Any
 
 from instep.engine import CachePolicy
 from instep.engine.serving import KVCacheInfo, ModelDims
-from instep.engine.vllm_serving import start_vllm
+from instep.engine.vllm.serving import start_vllm
 from instep.extras import needed_by
 from instep.generation.actor import LLMActor
 from instep.generation.arguments import CALLS, OWN, actor_options, engine_arguments

@@ -105,7 +105,7 @@ def _listens(tool: str, stops: Sequence[str], tokenizer: Tokenizer) -> ToolParse
 
 
 def _known(name: str) -> str:
-    from instep.engine.vllm_parsers import names
+    from instep.engine.vllm.parsers import names
 
     if name not in (known := names()):
         raise ConfigError(f"tool_parser_type: vLLM has no tool parser {name!r}; it has {', '.join(known)}")

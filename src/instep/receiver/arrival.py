@@ -9,20 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
-from instep.errors import ApplyError, DigestMismatch, TransportError
-from instep.plan.sums import Told, add_up
+from instep.errors import DigestMismatch, TransportError
 from instep.protocol import Manifest, Route, TensorMeta
 from instep.receiver import watch
 from instep.receiver.apply import Applier
 from instep.receiver.copies import Copies
+from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, Puller
 from instep.receiver.regions import Tensors, copy_regions, holds
+from instep.receiver.stream import Streamed
 from instep.transport import Reader
 
 
@@ -34,37 +35,6 @@ class Prepared:
     session: str
     reader: Reader
     arrival: Future[tuple[float, dict[str, int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """tensors: how many were proved. complete: whether nothing is left to prove. wholes, parts, theirs: see `protocol.WorkerReceipt`."""
-
-    tensors: int
-    complete: bool = False
-    wholes: dict[str, int] = field(default_factory=dict)
-    parts: Parts = field(default_factory=dict)
-    theirs: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, wholes: dict[str, int], some: Sequence[Parts], theirs: dict[str, int], wanted: Collection[str]) -> Proof:
-        """Of sums. some: of regions, by different layers.
-
-        wanted: tensors that this worker reads. Raises `ApplyError` for one of which nothing was summed up.
-        """
-        parts: Parts = {}
-        for name, sums in chain.from_iterable(one.items() for one in some):
-            parts[name] = parts.get(name, {}) | sums
-        if untold := sorted(set(wanted) - wholes.keys() - parts.keys()):
-            raise ApplyError(f"nothing was summed up of {untold[0]}", tensor=untold[0])
-        return cls(len(parts.keys() | wholes.keys()), wholes=wholes, parts=parts, theirs=theirs)
-
-    def proves(self, theirs: Mapping[str, int] | None) -> bool:
-        """Whether this worker holds the trainer's bytes. theirs: its sums, where they are known."""
-        return self.complete or add_up([Told(self.wholes, self.parts)], self.theirs or theirs or {})
-
-    def sums(self) -> dict[str, Any]:
-        return {"wholes": self.wholes, "parts": self.parts, "theirs": self.theirs}
 
 
 class Lazy(Mapping[str, torch.Tensor]):
@@ -202,12 +172,6 @@ class Pulled:
         """Nothing is held: tensors are made when they are asked for."""
 
 
-def check_places(copies: Copies, applier: Applier) -> None:
-    """Raises `ApplyError` where a layer that was written directly lies elsewhere by now, as it may after a reload session."""
-    if applier.reloaded and not copies.stay(applier.host.model):
-        raise ApplyError("the engine's reload session moved weights that had been pulled already")
-
-
 def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collection[str] = ()) -> Any:
     """How a version's bytes come in. Waits for the first of them where they are sent; nothing has been written then.
 
@@ -217,8 +181,6 @@ def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collecti
         return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors}, manifest.tensors)
     if not reader.streams:
         return Pulled(manifest, reader, launch, wholes)
-    from instep.receiver.stream import Streamed
-
     return Streamed(manifest, reader, wholes)
 
 

@@ -18,9 +18,9 @@ from instep.plan.overlap import Rows, contiguous
 from instep.protocol import Manifest, TensorMeta
 from instep.receiver import watch
 from instep.receiver.apply import Applier
-from instep.receiver.arrival import Proof, check_places
 from instep.receiver.aside import Aside
 from instep.receiver.copies import Copies
+from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, moves
 from instep.receiver.regions import copy_regions
 

@@ -22,7 +22,7 @@ MERGED = "push the model with its adapters merged instead: WeightSync(source=mod
 class Adapter:
     """The active LoRA adapter of a model, instead of all its weights: a push moves A and B, megabytes for a model of gigabytes.
 
-        llm = LLM(base, enable_lora=True, max_lora_rank=16, worker_extension_cls="instep.engine.vllm_worker.WorkerExtension")
+        llm = LLM(base, enable_lora=True, max_lora_rank=16, worker_extension_cls="instep.vllm.WorkerExtension")
         sync = WeightSync(source=Adapter(peft_model), engines=[llm])
         sync.push("step-1")
         llm.generate(prompts, lora_request=LoRARequest("policy", 1, "pushed"))

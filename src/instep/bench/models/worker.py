@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import xxhash
 
-from instep.engine.vllm_worker import WorkerExtension
+from instep.engine.vllm.worker import WorkerExtension
 
 CACHES = ("kv_cache",)
 """Attributes of modules that hold what was computed for requests, no weights."""

@@ -19,7 +19,7 @@ Methods of both generations are here: those of the released classes, and `regist
 from importlib import import_module
 from typing import Any
 
-from instep.dropin.torchrl.collective import VLLMWeightSyncScheme
+from instep.dropin.torchrl.collective import VLLMCollectiveTransport, VLLMWeightSyncScheme
 from instep.dropin.torchrl.double_buffer import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferTransport,
@@ -29,7 +29,6 @@ from instep.dropin.torchrl.double_buffer import (
 from instep.dropin.torchrl.receiver import VLLMWeightReceiver
 from instep.dropin.torchrl.refused import REFUSED, refused
 from instep.dropin.torchrl.sender import VLLMWeightSender
-from instep.dropin.torchrl.transport import VLLMCollectiveTransport
 from instep.dropin.torchrl.weights import get_model_metadata
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from instep.dropin.torchrl.weights import JOIN, Joining, differences
-from instep.engine.ray import RayRpc
-from instep.engine.rpc import outcome
-from instep.engine.tcp import TcpDoor
+from instep.engine.remote.ray import RayRpc
+from instep.engine.remote.rpc import outcome
+from instep.engine.remote.tcp import TcpDoor
 from instep.errors import InstepError, PlanError
 from instep.protocol import TensorMeta
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from instep.engine import Engine, connect
-from instep.engine.pipe import PipeDoor, PipeRpc
-from instep.engine.ray import RayRpc
-from instep.engine.rpc import Door, LocalRpc, RemoteEngine, Rpc
+from instep.engine.remote.pipe import PipeDoor, PipeRpc
+from instep.engine.remote.ray import RayRpc
+from instep.engine.remote.rpc import Door, LocalRpc, RemoteEngine, Rpc
 from instep.errors import ConfigError
 
 STEP = re.compile(r"\.?([^.\[\]]+)|\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]")
@@ -61,7 +61,7 @@ def door_of(pipe: Any) -> Door:
     if not (callable(getattr(pipe, "serve", None)) and callable(getattr(pipe, "close", None))):
         raise ConfigError(
             f"a {type(pipe).__name__} is no way to a trainer",
-            next_step="give an end of multiprocessing.Pipe(), or an object with serve(answer) and close() (instep.engine.rpc.Door)",
+            next_step="give an end of multiprocessing.Pipe(), or an object with serve(answer) and close() (instep.engine.remote.rpc.Door)",
         )
     door: Door = pipe
     return door

@@ -17,7 +17,7 @@ from instep.dropin.torchrl.reach import door_of, engine_of, in_actors, resolve
 from instep.dropin.torchrl.scheme import LocalPush
 from instep.dropin.torchrl.weights import JOIN, Joining, Metadata, described, differences, open_weights
 from instep.engine import connect
-from instep.engine.rpc import Door, Endpoint, outcome
+from instep.engine.remote.rpc import Door, Endpoint, outcome
 from instep.errors import ConfigError, PlanError, TransportError
 from instep.protocol import TensorMeta
 

@@ -9,7 +9,7 @@ from instep.errors import ConfigError
 SGLANG = "instep updates vLLM, and no SGLang server", "import it from torchrl.weight_update.llm"
 ENGINE = (
     "TorchRL's own engines have no way in for a push",
-    'give a vllm.LLM with worker_extension_cls="instep.engine.vllm_worker.WorkerExtension", or AsyncVLLM from here',
+    'give a vllm.LLM with worker_extension_cls="instep.vllm.WorkerExtension", or AsyncVLLM from here',
 )
 REFUSED = {
     "SGLangWeightSyncScheme": SGLANG,

@@ -13,8 +13,8 @@ from instep.dropin.torchrl.reach import reach
 from instep.dropin.torchrl.weights import JOIN, AnnouncedSource, Metadata, described, open_weights
 from instep.engine import Engine
 from instep.engine.member import Member
-from instep.engine.rpc import RemoteEngine, Rpc
-from instep.engine.tcp import TcpListener
+from instep.engine.remote.rpc import RemoteEngine, Rpc
+from instep.engine.remote.tcp import TcpListener
 from instep.errors import ConfigError, TransportError
 from instep.protocol import Identity, TensorMeta
 from instep.receipt import Receipt

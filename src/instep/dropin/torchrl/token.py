@@ -12,7 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from instep.engine.http_token import token_of
+from instep.engine.remote.http_token import token_of
 
 logger = logging.getLogger("instep")
 

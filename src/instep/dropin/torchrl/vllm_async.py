@@ -19,8 +19,8 @@ from torch import nn
 from instep.dropin.torchrl.scheme import LocalPush
 from instep.dropin.torchrl.weights import JOIN, Joining, open_weights
 from instep.engine import connect
-from instep.engine.rpc import Endpoint, outcome
-from instep.engine.vllm import EXTENSION
+from instep.engine.remote.rpc import Endpoint, outcome
+from instep.engine.vllm.config import EXTENSION
 from instep.errors import ConfigError
 from instep.extras import needed_by
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from instep.engine import Engine
 from instep.engine.serving import KVCacheInfo, ModelDims, Sampled
-from instep.engine.vllm import EXTENSION, AsyncVllmEngine
+from instep.engine.vllm.config import EXTENSION
+from instep.engine.vllm.engine import AsyncVllmEngine
 from instep.errors import ConfigError, EngineDirty, EngineLost, GenerationError
 from instep.extras import needed_by
 

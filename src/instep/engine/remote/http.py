@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from instep.engine import Engine
-from instep.engine.http_control import LARGE, MSGPACK, PREFIX, TO_WORKERS, Call
-from instep.engine.http_token import SET_IT, checked, token_of, turned_away
-from instep.engine.http_url import place
-from instep.engine.rpc import RemoteEngine
-from instep.engine.tcp import LoopThread
+from instep.engine.remote.http_control import LARGE, MSGPACK, PREFIX, TO_WORKERS, Call
+from instep.engine.remote.http_token import SET_IT, checked, token_of, turned_away
+from instep.engine.remote.http_url import place
+from instep.engine.remote.loop_thread import LoopThread
+from instep.engine.remote.rpc import RemoteEngine
 from instep.errors import ConfigError, EngineLost
 from instep.extras import needed_by
 from instep.protocol import decode, encode

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from instep.engine.vllm_layout import never_loaded
+from instep.engine.vllm.layout import never_loaded
 from instep.receiver import Fill
 from instep.receiver.watcher import storage_of
 

@@ -1,7 +1,7 @@
 """What vLLM loads at its start, in every process, through the entry point `vllm.general_plugins`.
 
 It makes `instep` a name that `weight_transfer_config` knows, gives vLLM's `EngineCore` the utility call `instep_commit` (see
-`vllm_core.py`), and has calls of workers carry dtypes. Nothing is imported for these until it is asked for. Where `VLLM_PLUGINS` is set,
+`core.py`), and has calls of workers carry dtypes. Nothing is imported for these until it is asked for. Where `VLLM_PLUGINS` is set,
 `instep` must be in it.
 """
 
@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-NAME = "instep"
+from instep.engine.vllm.config import NAME
 
 
 def register() -> None:
@@ -80,13 +80,13 @@ def _watch(core: Any, name: str) -> None:
 
 def _relabel(core: Any) -> None:
     with suppress(Exception):  # vLLM's own answer is what its caller wants
-        from instep.engine.vllm_core import relabel
+        from instep.engine.vllm.core import relabel
 
         relabel(core)
 
 
 def _commit(self: Any, payload: bytes, reset: bool, version: str) -> Any:  # vLLM looks at the parameters
-    from instep.engine.vllm_core import commit
+    from instep.engine.vllm.core import commit
 
     return commit(self, payload, reset, version)
 
@@ -109,13 +109,7 @@ def _register() -> None:
     if not hasattr(weight_transfer.WeightTransferEngine, "finish_weight_update"):
         return
     with suppress(ValueError):  # it is registered already
-        weight_transfer.WeightTransferEngineFactory.register_engine(NAME, "instep.engine.vllm_backend", "InstepEngine")
+        weight_transfer.WeightTransferEngineFactory.register_engine(NAME, "instep.engine.vllm.backend", "InstepEngine")
     if hasattr(weight_transfer, "WeightTransferTrainerFactory"):  # vLLM 0.26 and later
         with suppress(ValueError):
-            weight_transfer.WeightTransferTrainerFactory.register_engine(NAME, "instep.engine.vllm_trainer", "InstepTrainer")
-
-
-def chosen(vllm_config: Any) -> bool:
-    """Whether an engine was started with this backend: its workers answer instep then, without a worker extension."""
-    config = getattr(vllm_config, "weight_transfer_config", None)
-    return config is not None and config.backend == NAME
+            weight_transfer.WeightTransferTrainerFactory.register_engine(NAME, "instep.engine.vllm.trainer", "InstepTrainer")

@@ -21,13 +21,13 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from instep.engine import Engine
-from instep.engine.answers import told
-from instep.engine.asgi import App, Receive, Scope, Send
-from instep.engine.http_answer import dirty_reason, status_of
-from instep.engine.http_once import Once, Stale
-from instep.engine.http_token import refusal
-from instep.engine.observed import Observed
-from instep.engine.rpc import ARGUMENTS, GONE, Endpoint
+from instep.engine.remote.answers import told
+from instep.engine.remote.asgi import App, Receive, Scope, Send
+from instep.engine.remote.http_answer import dirty_reason, status_of
+from instep.engine.remote.http_once import Once, Stale
+from instep.engine.remote.http_token import refusal
+from instep.engine.remote.observed import Observed
+from instep.engine.remote.rpc import ARGUMENTS, GONE, Endpoint
 from instep.errors import InstepError
 from instep.metrics import Metrics
 from instep.protocol import (

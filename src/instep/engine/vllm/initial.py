@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from instep.engine.vllm_worker import VllmHost
+from instep.engine.vllm.host import VllmModel
 
 LARGE = {torch.empty: 1 << 12} | dict.fromkeys((torch.zeros, torch.ones, torch.full, torch.rand, torch.randn), 1 << 20)
 """Elements of what gets no memory. What is smaller has it at once: vLLM writes marks into some of it before it loads."""
@@ -24,10 +24,10 @@ LARGE = {torch.empty: 1 << 12} | dict.fromkeys((torch.zeros, torch.ones, torch.f
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class VllmFresh(VllmHost):
+class VllmFresh(VllmModel):
     """A second model of a vLLM worker. fill: the byte in memory into which nothing is loaded."""
 
-    def __init__(self, host: VllmHost, fill: int) -> None:
+    def __init__(self, host: VllmModel, fill: int) -> None:
         self.live, self.device, self.fill, self.busy = host.model, host.device, fill, False
         self.worker = SimpleNamespace(vllm_config=_config(host.worker.vllm_config))
         self.model_config = host.worker.model_runner.model_config

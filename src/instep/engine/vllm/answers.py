@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instep.engine.answers import Answer, answer
+from instep.engine.remote.answers import Answer, answer
 
 
 def note_versions(llm: Any) -> bool:

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from instep.engine.http_token import is_loopback
+from instep.engine.remote.http_token import is_loopback
 from instep.errors import ConfigError
 
 HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(/[^?#@]*)?")

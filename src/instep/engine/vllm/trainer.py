@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from instep.config import Config
-from instep.engine.vllm_plugin import NAME
-from instep.engine.vllm_publisher import WeightPublisher
+from instep.engine.vllm.config import NAME
+from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import ConfigError
 from instep.extras import needed_by
 from instep.protocol import TensorMeta, dtype_name

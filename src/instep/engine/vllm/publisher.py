@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 
 from instep.config import Config, check_version
-from instep.engine.vllm_parts import split
+from instep.engine.vllm.parts import split
 from instep.forked import Own
 from instep.plan.routes import check_metadata
 from instep.protocol import Manifest, TensorMeta, dtype_name, encode

@@ -1,7 +1,7 @@
 """A commit within vLLM's engine process, between two of its steps.
 
 vLLM answers utility calls of its own: pause, `collective_rpc`, resume. Each costs a way there and back while no token is made. The plugin
-(`vllm_plugin.py`) gives its `EngineCore` one call for all three.
+(`plugin.py`) gives its `EngineCore` one call for all three.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from instep.engine import UNLABELLED
 from instep.engine.at_once import accepted, beside, goes_on, proved_together, refused, unchanged
-from instep.engine.vllm import reaches_workers
+from instep.engine.vllm.config import reaches_workers
 from instep.protocol import Identity, Reply, Request, decode, encode
 
 

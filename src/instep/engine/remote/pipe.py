@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from instep.engine.rpc import GONE, Answer
-from instep.engine.tcp import Frame, LoopThread
+from instep.engine.remote.loop_thread import LoopThread
+from instep.engine.remote.rpc import GONE, Answer
+from instep.engine.remote.tcp import Frame
 from instep.errors import ConfigError, EngineLost
 from instep.protocol import decode, encode
 

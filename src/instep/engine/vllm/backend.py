@@ -42,10 +42,10 @@ import torch
 
 from instep.config import Config
 from instep.engine.member import Member
-from instep.engine.vllm_guard import refuse_while
-from instep.engine.vllm_parts import ANEW, Parts
-from instep.engine.vllm_peers import Peers, receiver_of, speaks
-from instep.engine.vllm_worker import WorkerExtension
+from instep.engine.vllm.guard import refuse_while
+from instep.engine.vllm.parts import ANEW, Parts
+from instep.engine.vllm.peers import Peers, receiver_of, speaks
+from instep.engine.vllm.worker import WorkerExtension
 from instep.errors import ConfigError, EngineState, InstepError, SyncError, VersionConflict
 from instep.extras import needed_by
 from instep.plan.routes import check_metadata, signature
@@ -132,7 +132,7 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
         """Abstract in vLLM 0.26 and 0.27, gone from 0.28."""
-        raise NotImplementedError("send weights with instep.WeightSync, or with instep.engine.vllm_publisher.WeightPublisher")
+        raise NotImplementedError("send weights with instep.WeightSync, or with instep.engine.vllm.publisher.WeightPublisher")
 
     async def _stage(self, info: UpdateInfo) -> None:
         manifest = self.parts.add(decoded(info), info.part, info.parts)
@@ -222,7 +222,7 @@ def _worker_that_calls() -> Any:
         frame = frame.f_back
     raise ConfigError(
         "this vLLM builds its weight transfer engine in a way that instep does not know",
-        next_step='start it with worker_extension_cls="instep.engine.vllm_worker.WorkerExtension" instead of the backend',
+        next_step='start it with worker_extension_cls="instep.vllm.WorkerExtension" instead of the backend',
     )
 
 

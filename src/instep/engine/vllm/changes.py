@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from instep.engine.vllm_plugin import chosen
+from instep.engine.vllm.config import chosen
 from instep.receiver.state import Receiver
 
 

@@ -1,6 +1,6 @@
 """vLLM as an engine, seen from the trainer: an `LLM` or an `AsyncLLM` of this process, built with one of
 
-worker_extension_cls="instep.engine.vllm_worker.WorkerExtension"
+worker_extension_cls="instep.vllm.WorkerExtension"
 weight_transfer_config={"backend": "instep"}
 """
 
@@ -16,14 +16,14 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
-from instep.engine.vllm_experts import TOGETHER, apart
-from instep.engine.vllm_plugin import chosen, commits
-from instep.engine.vllm_replicas import call_workers
+from instep.engine.vllm.config import EXTENSION, reaches_workers
+from instep.engine.vllm.experts import TOGETHER, apart
+from instep.engine.vllm.plugin import commits
+from instep.engine.vllm.replicas import call_workers
 from instep.errors import ConfigError, EngineDirty, EngineLost
 from instep.protocol import Method
 
 T = TypeVar("T")
-EXTENSION = "instep.engine.vllm_worker.WorkerExtension"
 ENTRANCES = ("generate", "chat", "beam_search", "enqueue", "encode", "embed", "classify", "score")
 """Methods of `LLM` and `AsyncLLM` that run the model."""
 
@@ -44,11 +44,6 @@ def adapt(obj: Any) -> Engine | None:
     if why := apart(config, obj.engine_core if asynchronous else obj.llm_engine.engine_core):
         raise ConfigError(why, next_step=TOGETHER)
     return AsyncVllmEngine(obj) if asynchronous else VllmEngine(obj)
-
-
-def reaches_workers(config: Any) -> bool:
-    """Whether the workers of a vLLM with this configuration answer instep."""
-    return bool(config.parallel_config.worker_extension_cls) or chosen(config)
 
 
 class VllmEngine:

@@ -11,13 +11,14 @@ import logging
 from argparse import Namespace
 from typing import Any
 
-from instep.engine import server_log
-from instep.engine.asgi import App, Receive, Scope, Send
-from instep.engine.http_control import PREFIX, Control, Served
-from instep.engine.http_token import is_loopback, token_of
-from instep.engine.vllm import AsyncVllmEngine, reaches_workers
-from instep.engine.vllm_answers import note_versions
-from instep.engine.vllm_experts import TOGETHER, apart
+from instep.engine.remote import server_log
+from instep.engine.remote.asgi import App, Receive, Scope, Send
+from instep.engine.remote.http_control import PREFIX, Control, Served
+from instep.engine.remote.http_token import is_loopback, token_of
+from instep.engine.vllm.answers import note_versions
+from instep.engine.vllm.config import reaches_workers
+from instep.engine.vllm.engine import AsyncVllmEngine
+from instep.engine.vllm.experts import TOGETHER, apart
 from instep.errors import ConfigError
 from instep.metrics import metrics
 

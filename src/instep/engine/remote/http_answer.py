@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from instep.engine.rpc import LATE_THERE, Outcome
+from instep.engine.remote.rpc import LATE_THERE, Outcome
 from instep.protocol import Fault, Reply, decode
 
 STATUS = {

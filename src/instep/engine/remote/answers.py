@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from urllib.parse import quote
 
-from instep.engine.asgi import App, Message, Receive, Scope, Send
+from instep.engine.remote.asgi import App, Message, Receive, Scope, Send
 
 FIRST, LAST = b"x-instep-version-first", b"x-instep-version-last"
 EVENT = re.compile(rb'(?:^|(?<=\n))data: \{(?=")')

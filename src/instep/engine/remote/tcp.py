@@ -21,16 +21,15 @@ import os
 import queue
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 import msgspec
 
-from instep.engine.rpc import GONE, Answer
+from instep.engine.remote.loop_thread import LoopThread
+from instep.engine.remote.rpc import GONE, Answer
 from instep.errors import EngineLost, InstepError, TransportError
 from instep.protocol import decode, encode
 
@@ -259,33 +258,3 @@ async def receive(reader: asyncio.StreamReader, kind: type[T], limit: int) -> T:
     if size > limit:
         raise TransportError(f"a frame of {size} bytes, at most {limit} are taken")
     return decode(await reader.readexactly(size), kind)
-
-
-class LoopThread:
-    """An event loop in a thread of its own: connections outlive the loops of those who call."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self.closing = threading.Lock()
-        self.thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def close(self, server: asyncio.Server | None = None) -> None:
-        """Cancels what runs on it. May be called twice."""
-        with self.closing:
-            if not self.loop.is_closed():
-                self.run(self._end(server)).result(HANDSHAKE)
-                self.loop.call_soon_threadsafe(self.loop.stop)
-                self.thread.join(HANDSHAKE)
-                self.loop.close()
-
-    async def _end(self, server: asyncio.Server | None) -> None:
-        if server is not None:
-            server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

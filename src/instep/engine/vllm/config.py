@@ -1,0 +1,20 @@
+"""What a vLLM's configuration says of instep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "instep"
+"""The backend of vLLM's weight transfer."""
+EXTENSION = "instep.vllm.WorkerExtension"
+
+
+def reaches_workers(config: Any) -> bool:
+    """Whether the workers of a vLLM with this configuration answer instep."""
+    return bool(config.parallel_config.worker_extension_cls) or chosen(config)
+
+
+def chosen(vllm_config: Any) -> bool:
+    """Whether an engine was started with this backend: its workers answer instep then, without a worker extension."""
+    config = getattr(vllm_config, "weight_transfer_config", None)
+    return config is not None and config.backend == NAME

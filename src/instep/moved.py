@@ -1,0 +1,45 @@
+"""Modules that lie elsewhere now. Their old names go on working: an import finds the same module."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+
+REMOTE = "actor_handle|answers|asgi|http|http_answer|http_control|http_once|http_token|http_url|observed|pipe|ray|rpc|server_log|tcp"
+MOVED = (
+    (re.compile(r"instep\.engine\.vllm_(\w+)"), r"instep.engine.vllm.\1"),
+    (re.compile(rf"instep\.engine\.({REMOTE})"), r"instep.engine.remote.\1"),
+)
+"""Old names, and what they have become."""
+
+
+def new_name(name: str) -> str | None:
+    """Where a module lies that had this name, or None where none had."""
+    return next((old.sub(new, name) for old, new in MOVED if old.fullmatch(name)), None)
+
+
+class Moved(MetaPathFinder, Loader):
+    """Finds a module under its old name."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        return spec_from_loader(name, self) if new_name(name) else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(new_name(spec.name) or spec.name)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs nothing: the module has run. Python has put the old name's spec in it by now."""
+        module.__spec__ = module.__spec__.loader_state if module.__spec__ else None
+
+
+def follow() -> None:
+    """Has Python's imports know the old names."""
+    if not any(isinstance(finder, Moved) for finder in sys.meta_path):
+        sys.meta_path.append(Moved())
