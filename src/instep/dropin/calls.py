@@ -1,6 +1,6 @@
 """Calls that all workers of an engine run at once: what each returns, and which of them raises.
 
-One worker raises for all (see `engine/vllm_backend.py`: vLLM loses step with replies after several have). So a caller hears of a failure
+One worker raises for all (see `engine/vllm/backend.py`: vLLM loses step with replies after several have). So a caller hears of a failure
 in any worker also where it looks at no answer.
 """
 

@@ -1,6 +1,6 @@
 """What an actor needs of an engine that serves requests: tokens in, tokens out. Everything runs on the event loop that started it.
 
-`vllm_serving.py` has it for vLLM. A test may bring its own.
+`vllm/serving.py` has it for vLLM. A test may bring its own.
 """
 
 from __future__ import annotations

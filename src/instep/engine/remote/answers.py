@@ -8,7 +8,7 @@ A stream's headers are sent with its first token. Its last version is in its las
     data: {"instep":{"version_first":"step-6","version_last":"step-7"},"id":"chatcmpl-...", ...}
 
 This file knows HTTP alone. The engine notes the versions, in the task that answers a request or in
-one that this task starts (see `vllm_answers.py`).
+one that this task starts (see `vllm/answers.py`).
 """
 
 from __future__ import annotations

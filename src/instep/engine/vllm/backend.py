@@ -2,7 +2,7 @@
 
     LLM(model=path, weight_transfer_config={"backend": "instep"})   # or --weight-transfer-config '{"backend": "instep"}'
 
-With it vLLM's four phases bring what `vllm_publisher.py` has published, and `WeightSync` reaches the engine without a worker extension.
+With it vLLM's four phases bring what `publisher.py` has published, and `WeightSync` reaches the engine without a worker extension.
 
     init     lets a new trainer take over, and may set the deadline of the phases
     start    forgets what was staged
