@@ -32,4 +32,4 @@ def keeper_at(level: Level) -> Keeper | str:
         keeper = Keeper(level)
     except OSError as error:
         return str(error)
-    return trial(keeper) or keeper
+    return trial(keeper.start) or keeper

@@ -5,6 +5,7 @@
 
 from instep.generation.sandbox.kept import level, reasons, require
 from instep.generation.sandbox.limits import LEVELS, Level, SandboxLimits
-from instep.generation.sandbox.programs import End, Run, run_python
+from instep.generation.sandbox.programs import End, Run
+from instep.generation.sandbox.run import run_python
 
 __all__ = ["LEVELS", "End", "Level", "Run", "SandboxLimits", "level", "reasons", "require", "run_python"]

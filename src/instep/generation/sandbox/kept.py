@@ -17,6 +17,7 @@ from pathlib import Path
 from instep.errors import ConfigError, MissingExtra
 from instep.generation.sandbox.calls import compiled
 from instep.generation.sandbox.limits import LEVELS, Level
+from instep.generation.sandbox.programs import trial
 
 KEEPER = Path(__file__).with_name("keeper.py")
 START = 20.0
@@ -134,8 +135,6 @@ def _keeper() -> Keeper:
 
 
 def _strongest() -> Keeper:
-    from instep.generation.sandbox.programs import trial
-
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         raise ConfigError(f"the sandbox needs Linux on x86_64 or aarch64, not {platform.system()} on {platform.machine()}")
     _reasons.clear()
@@ -147,7 +146,7 @@ def _strongest() -> Keeper:
         except (OSError, RuntimeError) as error:
             _reasons[level] = str(error)
             continue
-        if (problem := trial(keeper)) is None:
+        if (problem := trial(keeper.start)) is None:
             return keeper
         _reasons[level] = problem
         keeper.close()

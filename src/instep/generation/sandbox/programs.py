@@ -1,15 +1,14 @@
-"""Has programs run by a keeper, a process that this one starts once (see `keeper.py`)."""
+"""What the warden of a program is told and what it tells."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
+from collections.abc import Callable
 from typing import Any, Literal
 
 from msgspec import Struct
 
-from instep.generation.sandbox.kept import Keeper, kept
 from instep.generation.sandbox.limits import SandboxLimits
 
 End = Literal["exit", "signal", "timeout", "output", "disk", "lost"]
@@ -36,36 +35,6 @@ class Run(Struct, frozen=True, kw_only=True):
         return self.end == "exit" and self.code == 0
 
 
-async def run_python(
-    program: str, limits: SandboxLimits, stdin: str = "", *, prints: Prints = "all", channel: socket.socket | None = None
-) -> Run:
-    """Runs a program with this interpreter and its packages, and an environment of its own. Cancelling kills it.
-
-    channel: a socket that the program has as descriptor 3. Raises `ConfigError` where this machine gives a weaker wall than
-    `limits.sandbox`, and `MissingExtra`.
-    """
-    keeper = await kept(limits.sandbox)
-    said = b""
-    try:
-        asker = keeper.start(channel)
-    except OSError as error:
-        return _lost(f"its keeper is gone: {error}")
-    reader, writer = await asyncio.open_unix_connection(sock=asker)
-    try:
-        async with asyncio.timeout(limits.seconds + GRACE):
-            writer.write(job(program, limits, stdin, prints))
-            await writer.drain()
-            while len(said) <= limits.output + REPORT and (part := await reader.read(1 << 16)):
-                said += part
-    except TimeoutError:
-        return _lost(f"nothing was heard of it in {limits.seconds + GRACE:g} seconds")
-    except OSError as error:
-        return _lost(f"its warden is gone: {error}")
-    finally:
-        writer.close()  # which ends all of it
-    return report(said)
-
-
 def job(program: str, limits: SandboxLimits, stdin: str = "", prints: Prints = "all") -> bytes:
     """What a warden is sent."""
     names = ("seconds", "memory", "output", "file", "disk", "network")
@@ -79,19 +48,19 @@ def report(said: bytes) -> Run:
     try:
         found = json.loads(head)
         if found["end"] == "lost":
-            return _lost(found["why"])
+            return lost(found["why"])
         return Run(output=output.decode(errors="replace"), end=found["end"], code=found["code"], seconds=found["seconds"])
     except (ValueError, KeyError):
-        return _lost("its warden was killed, for want of memory perhaps")
+        return lost("its warden was killed, for want of memory perhaps")
 
 
-def _lost(why: str) -> Run:
+def lost(why: str) -> Run:
     return Run(output=why, end="lost", code=-1, seconds=0.0)
 
 
-def trial(keeper: Keeper) -> str | None:
-    """Why a keeper runs no program; None where it does."""
-    with keeper.start(None) as asker:
+def trial(start: Callable[[socket.socket | None], socket.socket]) -> str | None:
+    """Why a keeper runs no program; None where it does. start: its method."""
+    with start(None) as asker:
         asker.settimeout(2 * GRACE)
         asker.sendall(job("print(6 * 7)", SandboxLimits()))
         said = b""
