@@ -24,7 +24,8 @@ Strategy = Literal["tensordict", "state_dict"]
 class Scheme(WeightSyncScheme):  # type: ignore[misc]
     """
     strategy: `tensordict` or `state_dict`. Either sends the same tensors, under the names that `save_pretrained` writes.
-    settings: those of `instep.WeightSync`.
+    settings: those of `instep.WeightSync`. A dtype that the engine does not store is rounded to the engine's, as the original's loader
+        does it, unless they have cast=False.
     """
 
     def __init__(self, strategy: Strategy, settings: dict[str, Any]) -> None:
@@ -34,7 +35,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]
         if WeightSyncScheme is not object:
             super().__init__(strategy)
         self.strategy_name = strategy
-        self.settings = settings
+        self.settings = {"cast": True, **settings}
         self._sender: Any = None
 
     def create_sender(self) -> Any:

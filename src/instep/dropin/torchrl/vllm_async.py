@@ -94,7 +94,7 @@ class AsyncVLLM(vllm_async.AsyncVLLM):  # type: ignore[misc]
         if not self._launched:
             raise ConfigError("these engines were not started", next_step="AsyncVLLM.from_pretrained, or AsyncVLLM.launch")
         self._leave()
-        self._push = LocalPush(self, {})
+        self._push = LocalPush(self, {"cast": True})
 
     def update_weights(self, weights: Any) -> None:
         """Brings every replica to these weights, all of the model: pairs of a name and a tensor, a
