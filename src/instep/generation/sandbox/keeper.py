@@ -5,6 +5,7 @@ an interpreter to come up for its keeper. No job passes through the keeper: a wa
 of all three is empty. When a warden's socket closes, whoever asked is gone, and the program ends.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -27,14 +28,17 @@ ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
 }  # fmt: skip
-CONTROL, CHANNEL = 0, 3
-"""The keeper's socket, and the number under which a program finds its channel."""
+CHANNEL = 3
+"""The number under which a program finds its channel."""
+HIGH = 100
+"""From here on are the numbers of what programs do not get."""
 POLLED = 0.05
 """Seconds between two looks at what a program has written, where no file system of its own bounds that."""
 
 
 def main() -> None:
-    control = socket.socket(fileno=CONTROL)
+    control = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, HIGH))
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # a pipe must not get the number of an input or output
     setup = json.loads(control.recv(1 << 20))
     os.umask(0o022)
     try:

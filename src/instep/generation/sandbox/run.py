@@ -15,8 +15,8 @@ async def run_python(
 ) -> Run:
     """Runs a program with this interpreter and its packages, and an environment of its own. Cancelling kills it.
 
-    channel: a socket that the program has as descriptor 3. Raises `ConfigError` where this machine gives a weaker wall than
-    `limits.sandbox`, and `MissingExtra`.
+    channel: a socket that the program gets as descriptor 3; it is closed here. Raises `ConfigError` where this machine gives a weaker
+    sandbox than `limits.sandbox`, and `MissingExtra`.
     """
     keeper = await kept(limits.sandbox)
     said = b""
@@ -24,6 +24,9 @@ async def run_python(
         asker = keeper.start(channel)
     except OSError as error:
         return lost(f"its keeper is gone: {error}")
+    finally:
+        if channel:
+            channel.close()
     reader, writer = await asyncio.open_unix_connection(sock=asker)
     try:
         async with asyncio.timeout(limits.seconds + GRACE):

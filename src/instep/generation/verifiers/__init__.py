@@ -1,7 +1,8 @@
 """Verifiers: what is an answer worth, given what the prompt's label says. Each gives a score, 1 for right and 0 for wrong."""
 
 from instep.generation.verifiers.base import Answer, Verifier
-from instep.generation.verifiers.code import CodeTests, code_block
+from instep.generation.verifiers.code import CodeTests
+from instep.generation.verifiers.fences import code_block
 from instep.generation.verifiers.numeric import Numeric, last_number
 from instep.generation.verifiers.text import ExactMatch, Format, final
 

@@ -4,76 +4,130 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
-import re
-import secrets
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from instep.generation.sandbox import Run, SandboxLimits, run_python
 from instep.generation.verifiers.base import Answer
+from instep.generation.verifiers.fences import code_block
+
+LIMITS = SandboxLimits(output=1 << 20)
+ROOM = 4
+"""A program may print that many times what a test expects; what is longer is wrong anyway."""
 
 
 class CodeTests:
     """Runs the last Python block of an answer against tests, in a sandbox; the score is the part that passes.
 
-    The label is a list: of statements such as `assert f(1) == 2`, which are run one after the other behind the answer's code; or of
-    `{"input": …, "output": …}`, what the program reads and what it must print.
+    The label is a list. A test is `{"input": …, "output": …}`, what the program reads and what it must print on stdout, white space
+    apart; or statements such as `assert f(1) == 2`. These run one after the other in a process of their own, which asks the program for
+    the values of its functions: the program has no part in the verdict. So an object of the program's own class equals no plain value
+    there, and adds, subtracts and compares only with others of its kind.
 
-    threshold: a smaller part than this scores 0. at_once: programs that run at the same time.
+    threshold: a smaller part than this scores 0, and no more tests are run once it cannot be reached. at_once: programs that run at
+    the same time. seconds: for all tests of one answer, from the start of its first program; those that are left then fail. Raises
+    `ValueError` for a label that is no such list, `RuntimeError` where the sandbox runs no program at all.
     """
 
-    def __init__(self, limits: SandboxLimits | None = None, *, threshold: float = 1.0, at_once: int | None = None) -> None:
-        self.limits = limits or SandboxLimits()
+    def __init__(
+        self, limits: SandboxLimits | None = None, *, threshold: float = 1.0, at_once: int | None = None, seconds: float = 30.0
+    ) -> None:
+        self.limits = limits or LIMITS
         self.threshold = threshold
+        self.seconds = seconds
         self.places = asyncio.Semaphore(at_once or os.cpu_count() or 1)
 
-    async def __call__(self, answer: Answer, value: Sequence[str] | Sequence[dict[str, str]]) -> float:
-        if not value:
-            raise ValueError("the label holds no tests")
+    async def __call__(self, answer: Answer, value: Sequence[str | dict[str, str]]) -> float:
+        statements, exchanges = sorted_tests(value)
         program = code_block(answer.text)
-        if all(isinstance(test, str) for test in value):
-            passed = await self._assertions(program, value)
-        else:
-            passed = sum([await self._prints(program, test) for test in value if isinstance(test, dict)])
-        part = passed / len(value)
+        work = Work(self, most=len(value), needed=math.ceil(self.threshold * len(value) - 1e-9))
+        if statements:
+            await work.judge(program, statements)
+        for test in exchanges:
+            if work.open():
+                await work.compare(program, test["input"], test["output"])
+        part = work.passed / len(value)
         return part if part >= self.threshold else 0.0
 
-    async def _assertions(self, program: str, tests: Sequence[Any]) -> int:
-        # The mark goes in by stdin: a program cannot print it without looking for it in the memory of the one that runs it.
-        mark = secrets.token_hex(8)
-        job = json.dumps({"mark": mark, "program": program, "tests": list(tests)})
-        return (await self._run(HARNESS, job)).output.count(mark)
 
-    async def _prints(self, program: str, test: dict[str, str]) -> bool:
-        run = await self._run(program, test["input"])
-        return run.ok and run.output.split() == test["output"].split()
+class Work:
+    """The tests of one answer: how many have passed and failed, and how much of their time is left."""
 
-    async def _run(self, program: str, stdin: str) -> Run:
-        async with self.places:
-            run = await run_python(program, self.limits, stdin)
-        if run.end == "lost":
-            raise RuntimeError("the sandbox could not run the program")
+    def __init__(self, verifier: CodeTests, most: int, needed: int) -> None:
+        self.verifier = verifier
+        self.may_fail = most - needed
+        self.passed = self.failed = 0
+        self.left = verifier.seconds
+
+    def open(self) -> bool:
+        """Whether another test can matter."""
+        return self.failed <= self.may_fail and self.left > 0
+
+    async def compare(self, program: str, given: str, expected: str) -> None:
+        limits = self.limits(len(expected.encode()) * ROOM)
+        run = await self.run(lambda: run_python(program, limits, given, prints="stdout"))
+        self.count(int(run.ok and run.output.split() == expected.split()), 1)
+
+    async def judge(self, program: str, tests: Sequence[str]) -> None:
+        run = await self.run(lambda: judged(program, tests, self.limits(len(tests) * 16)))
+        passed = {word for word in run.output.split() if word.isdecimal() and int(word) < len(tests)}
+        self.count(len(passed), len(tests))
+
+    def count(self, passed: int, of: int) -> None:
+        self.passed += passed
+        self.failed += of - passed
+
+    def limits(self, output: int) -> SandboxLimits:
+        limits = self.verifier.limits
+        return replace(limits, seconds=min(limits.seconds, self.left), output=max(limits.output, output))
+
+    async def run(self, start: Callable[[], Coroutine[Any, Any, Run]]) -> Run:
+        """A program's run, which waits for its place in nobody's time. One that is lost twice is the program's fault if others run."""
+        async with self.verifier.places:
+            began = time.monotonic()
+            run = await start()
+            if run.end == "lost":
+                run = await start()
+            self.left -= time.monotonic() - began
+            if run.end == "lost" and not (other := await run_python("", SandboxLimits(sandbox=self.verifier.limits.sandbox))).ok:
+                raise RuntimeError(f"the sandbox could not run the program: {other.output}")
         return run
 
 
-HARNESS = """
-import json, os, sys
-job = json.loads(sys.stdin.read())
-out = os.dup(1)
-space = {"__name__": "solution"}
-exec(compile(job["program"], "solution.py", "exec"), space)
-for test in job["tests"]:
-    try:
-        exec(compile(test, "test", "exec"), space)
-    except BaseException:
-        continue
-    os.write(out, job["mark"].encode() + b"\\n")
-os._exit(0)
-"""
+async def judged(program: str, tests: Sequence[str], limits: SandboxLimits) -> Run:
+    """What a judge prints of a program: the numbers of the tests that passed."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        solution = asyncio.ensure_future(run_python(source("solve"), limits, json.dumps(program), prints="nothing", channel=theirs))
+        judge = asyncio.ensure_future(run_python(source("judge"), limits, json.dumps(list(tests)), prints="stdout", channel=ours))
+        try:
+            return await judge
+        finally:
+            judge.cancel()
+            solution.cancel()
+            await asyncio.gather(judge, solution, return_exceptions=True)
 
 
-def code_block(text: str) -> str:
-    """The last fenced block of a text, else the whole text."""
-    blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
-    return blocks[-1] if blocks else text
+@cache
+def source(main: str) -> str:
+    """The program of a judge or of a solution."""
+    parts = (Path(__file__).with_name(name).read_text() for name in ("code_values.py", "code_peer.py", "code_remote.py"))
+    return "\n".join((*parts, f"{main}()\n"))
+
+
+def sorted_tests(value: Sequence[Any]) -> tuple[list[str], list[dict[str, str]]]:
+    """A label's statements, and its pairs of input and output. Raises `ValueError` for anything else."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ValueError("the label holds no tests")
+    statements = [test for test in value if isinstance(test, str)]
+    exchanges = [test for test in value if isinstance(test, dict) and all(isinstance(test.get(key), str) for key in ("input", "output"))]
+    if len(statements) + len(exchanges) < len(value):
+        raise ValueError("the label holds a test that is neither a text nor texts for input and output")
+    return statements, exchanges
