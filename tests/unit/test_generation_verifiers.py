@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from rollouts import request, run
 from sample_records import sample
 
-from instep.generation.verifiers import Answer, ExactMatch, Format, Numeric, final, last_number
+from instep.generation.verifiers import Answer, ExactMatch, Format, Instructions, Numeric, final, last_number
+from instep.generation.verifiers.instructions import CHECKS
 
 
 def answer(text: str) -> Answer:
@@ -63,7 +65,7 @@ def test_the_final_answer_is_the_last_one(text: str, answer: str) -> None:
     ("text", "number"),
     [
         ("1,234.5 apples", "1234.5"), ("-3/4", "-3/4"), ("6e-3", "3/500"), ("10-3", "3"), ("from 7 to -8", "-8"), (".5", "1/2"),
-        ("3.", "3"), ("so it is 42.", "42"), ("12,34", "34"), ("1/0", "0"), ("1.5/2", "3/4"), ("v2", "2"), ("(2)-1", "1"), ("= -1", "-1"),
+        ("3.", "3"), ("so it is 42.", "42"), ("12,34", "34"), ("1.5/2", "3/4"), ("v2", "2"), ("(2)-1", "1"), ("= -1", "-1"),
     ],
 )  # fmt: skip
 def test_the_last_number_of_a_text(text: str, number: str) -> None:
@@ -78,6 +80,39 @@ def test_no_text_breaks_the_search_for_a_number(text: str) -> None:
 @pytest.mark.parametrize("text", ["none", "9" * 5000, "1e9999999", ""])
 def test_what_is_no_number_or_none_to_compute_with_is_no_answer(text: str) -> None:
     assert score(Numeric(), text, "5") == 0.0
+
+
+def test_a_division_by_zero_is_no_number() -> None:
+    assert last_number("1/0") is None
+
+
+ARGUMENTS = {
+    "keywords": ["a"], "keyword": "a", "frequency": 3, "relation": "at least", "forbidden_words": ["never"], "letter": "a",
+    "let_frequency": 3, "language": "en", "num_sentences": 2, "num_paragraphs": 2, "num_words": 2, "nth_paragraph": 1, "first_word": "a",
+    "num_placeholders": 2, "postscript_marker": "P.S.", "num_bullets": 2, "num_highlights": 2, "section_spliter": "Section",
+    "num_sections": 2, "prompt_to_repeat": "a", "end_phrase": "a", "capital_frequency": 2,
+}  # fmt: skip
+EVERY = {
+    "instruction_id_list": list(CHECKS),
+    "kwargs": [{key: value for key, value in ARGUMENTS.items() if key in signature(check).parameters} for check in CHECKS.values()],
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",111", "1", "1 ", "1/", "1.", "\\frac{", "\\text{", "$", "-", "(", "a^1", "1e1", "1\\,", " ", "= ", "1\\times 10^", "\\boxed{",
+        "<answer>", "</think>", "</think><answer></answer>", "</think>" + " " * 50, "<<", "[", "*", "a. ", "P.S", "½", "{",
+        "the answer is ",        "Section", "\n", "1" + " " * 50,
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.timeout(60)  # what is quadratic takes minutes
+def test_no_text_keeps_a_verifier_longer_than_its_length_says(text: str) -> None:
+    text = (text * (160_000 // len(text) + 1))[:160_000]
+    for verifier, label in ((Numeric(), "5"), (ExactMatch(), "x"), (Format(), None), (Instructions(), EVERY)):
+        score(verifier, "<think>" + text + "x", label)
+        score(verifier, "<answer>" + text, label)
 
 
 def test_numbers_are_equal_exactly_or_within_the_tolerance() -> None:

@@ -44,7 +44,7 @@ from instep.generation.types import (
     Sample,
     VersionSpan,
 )
-from instep.generation.verifiers import Answer, CodeTests, ExactMatch, Format, Numeric, Verifier
+from instep.generation.verifiers import Answer, CodeTests, ExactMatch, Format, Instructions, Numeric, Verifier, WordOverlap
 
 __all__ = [
     "ActorManager",
@@ -60,6 +60,7 @@ __all__ = [
     "GenerationResult",
     "Harness",
     "HttpTool",
+    "Instructions",
     "LLMActor",
     "Label",
     "Limits",
@@ -81,6 +82,7 @@ __all__ = [
     "Verifier",
     "VersionSpan",
     "WholeTurnParser",
+    "WordOverlap",
     "answer",
     "vllm_parser",
 ]

@@ -16,12 +16,16 @@ import weakref
 from asyncio import get_running_loop
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from instep.extras import missing
-from instep.generation.verifiers import Answer
+from instep.generation.verifiers.base import Answer
+from instep.generation.verifiers.final import LONGEST, marked, normal
+from instep.generation.verifiers.number import number
+from instep.generation.waiting import Turnstile
 
 WORKER = Path(__file__).with_name("maths_worker.py")
 START = 60.0
@@ -31,7 +35,9 @@ START = 60.0
 class Maths:
     """Whether an answer equals the label as mathematics does: `1/2`, `\\frac{1}{2}` and `0.5` are one answer. The label may be LaTeX.
 
-    seconds: for one comparison. An answer that cannot be compared in that time is wrong. memory: bytes for each process.
+    The answer is what stands in the last `<answer>` or `\\boxed{}`; where there is neither, what math-verify finds.
+
+    seconds: for one comparison, from its start. An answer that cannot be compared in that time is wrong. memory: bytes for each process.
     processes: comparisons at the same time. They start when they are needed.
     """
 
@@ -40,24 +46,66 @@ class Maths:
             raise missing("Maths", "math_verify")
         self.seconds = seconds
         self.memory = memory
+        self.processes = processes
+        self.turnstile = Turnstile(processes)
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="instep-maths")
         self._mine = threading.local()
 
-    async def __call__(self, answer: Answer, value: str | float) -> float:
-        text = f"${value}$" if "$" not in str(value) and "\\boxed" not in str(value) else str(value)
-        return await get_running_loop().run_in_executor(self._threads, self._compare, text, answer.text)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Processes stay where they are."""
+        return _made, (self.seconds, self.memory, self.processes)
 
-    def _compare(self, expected: str, answer: str) -> float:
+    async def __call__(self, answer: Answer, value: str | float) -> float:
+        return await self.compare(str(value), answer.text)
+
+    async def compare(self, label: str, text: str, tolerance: float = 0.0) -> float:
+        """1 where the answer in `text` equals the label, or differs by at most `tolerance` of its size; else 0.
+
+        Raises `ValueError` for a label that is no mathematics.
+        """
+        return await get_running_loop().run_in_executor(self._threads, self._compare, label, text, tolerance)
+
+    def _compare(self, label: str, text: str, tolerance: float) -> float:
         """In a thread of its own, which has a process of its own."""
+        shown = marked(text)
+        if shown is not None and len(shown) > LONGEST:
+            return 0.0
+        wanted, found = number(label), None if shown is None else number(shown)
+        if wanted and found and found.equals(wanted, tolerance):
+            return 1.0
+        if shown is not None and label.isalpha() and len(label) > 1:
+            return float(normal(shown).strip(" .$").removeprefix("\\text{").rstrip("}").casefold() == label.casefold())
         worker = getattr(self._mine, "worker", None)
         if worker is None or not worker.alive:
             worker = self._mine.worker = Worker(self.memory)
-        reply = worker.ask({"expected": expected, "answer": answer}, self.seconds)
+        found_text = normal(text[-LONGEST:]) if shown is None else f"\\boxed{{{_bare(normal(shown))}}}"
+        reply = worker.ask({"expected": _expected(label), "answer": found_text, "tolerance": tolerance}, self.seconds)
         if reply is None:
             return 0.0  # out of time or memory: of what the model wrote
         if "error" in reply:
-            raise ValueError(reply["error"])
+            raise ValueError(f"the label {label!r} {reply['error']}")
         return float(reply["score"])
+
+
+@cache
+def shared() -> Maths:
+    """Of verifiers that need it at times."""
+    return Maths()
+
+
+def _made(seconds: float, memory: int, processes: int) -> Maths:
+    return Maths(seconds=seconds, memory=memory, processes=processes)
+
+
+def _expected(label: str) -> str:
+    shown = marked(label)
+    label = normal(label if shown is None else shown)
+    return label if label.count("$") > 1 else f"${_bare(label)}$"
+
+
+def _bare(text: str) -> str:
+    """Without dollars: a currency says nothing, and marks of mathematics none where all is mathematics."""
+    return text.replace("$", " ").strip().rstrip(".")
 
 
 class Worker:

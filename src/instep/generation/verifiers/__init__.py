@@ -3,7 +3,21 @@
 from instep.generation.verifiers.base import Answer, Verifier
 from instep.generation.verifiers.code import CodeTests
 from instep.generation.verifiers.fences import code_block
+from instep.generation.verifiers.final import final
+from instep.generation.verifiers.instructions import Instructions
 from instep.generation.verifiers.numeric import Numeric, last_number
-from instep.generation.verifiers.text import ExactMatch, Format, final
+from instep.generation.verifiers.text import ExactMatch, Format, WordOverlap
 
-__all__ = ["Answer", "CodeTests", "ExactMatch", "Format", "Numeric", "Verifier", "code_block", "final", "last_number"]
+__all__ = [
+    "Answer",
+    "CodeTests",
+    "ExactMatch",
+    "Format",
+    "Instructions",
+    "Numeric",
+    "Verifier",
+    "WordOverlap",
+    "code_block",
+    "final",
+    "last_number",
+]

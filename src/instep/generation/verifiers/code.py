@@ -17,6 +17,7 @@ from typing import Any
 from instep.generation.sandbox import Run, SandboxLimits, run_python
 from instep.generation.verifiers.base import Answer
 from instep.generation.verifiers.fences import code_block
+from instep.generation.waiting import Turnstile
 
 LIMITS = SandboxLimits(output=1 << 20)
 ROOM = 4
@@ -42,7 +43,8 @@ class CodeTests:
         self.limits = limits or LIMITS
         self.threshold = threshold
         self.seconds = seconds
-        self.places = asyncio.Semaphore(at_once or os.cpu_count() or 1)
+        self.turnstile = Turnstile(at_once or os.cpu_count() or 1)
+        self.places = asyncio.Semaphore(self.turnstile.at_once)
 
     async def __call__(self, answer: Answer, value: Sequence[str | dict[str, str]]) -> float:
         statements, exchanges = sorted_tests(value)

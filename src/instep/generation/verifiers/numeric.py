@@ -2,40 +2,90 @@
 
 from __future__ import annotations
 
-import re
+import asyncio
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 
+from instep.generation.maths import shared
+from instep.generation.verifiers import number
 from instep.generation.verifiers.base import Answer
-from instep.generation.verifiers.text import final
+from instep.generation.verifiers.final import LONGEST, announced, final, marked
+from instep.generation.verifiers.number import Number
+from instep.generation.waiting import Turnstile
 
 
 @dataclass(frozen=True)
 class Numeric:
-    """Whether the last number of the final answer is the label's, exactly or within `tolerance` of its size."""
+    """Whether the final answer is the label's number, exactly or within `tolerance` of its size.
+
+    The final answer is what stands in the last `<answer>` or `\\boxed{}`, else behind the last `####` or `the answer is`, else the last
+    number of the text. Units, currencies and commas between thousands are no part of the number; `50%` is 50 and 0.5. What is more than a
+    numeral, such as `2^{10}`, is computed by math-verify.
+    """
 
     tolerance: float = 0.0
 
+    @property
+    def turnstile(self) -> Turnstile | None:
+        return shared().turnstile if find_spec("math_verify") else None
+
     async def __call__(self, answer: Answer, value: str | float) -> float:
-        expected = last_number(str(value))
-        if expected is None:
+        label = str(value)
+        found = await asyncio.to_thread(read, answer.text)
+        wanted = number.number(label) or (number.number(announced(label) or "") if "####" in label else None)
+        if wanted is None and not _computable(label):
             raise ValueError(f"the label {value!r} holds no number")
-        found = last_number(final(answer.text))
-        return float(found is not None and abs(found - expected) <= abs(expected) * Fraction(self.tolerance))
-
-
-NUMBER = re.compile(
-    r"((?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:e[+-]?\d{1,3}(?!\d))?)(?:\s*/\s*([1-9]\d*))?",
-    re.IGNORECASE,
-)
-DIGITS = 100
-"""What is longer is no answer, and slow to compute with."""
+        if final(answer.text) == label.strip():
+            return 1.0
+        if found is None or (isinstance(found, Number) and wanted):
+            return float(found is not None and wanted is not None and found.equals(wanted, self.tolerance))
+        shown = found if isinstance(found, str) else str(found.value)
+        if not _computable(shown):
+            return 0.0
+        return await shared().compare(label, shown, self.tolerance)
 
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text: `1,234.5`, `-3/4`, `6e-3`."""
-    found = NUMBER.findall(text)
-    if not found or max(map(len, found[-1])) > DIGITS:
+    found = number.last(text)
+    return None if found is None else found.value
+
+
+def read(text: str) -> Number | str | None:
+    """The number that a text ends in; where it must be computed, what to compute it of. None where there is none."""
+    shown = marked(text)
+    if shown is not None and len(shown) > LONGEST:
         return None
-    number, divisor = found[-1]
-    return Fraction(number.replace(",", "")) / Fraction(divisor or 1)
+    if shown is not None:
+        return number.number(shown) or _only(shown) or (f"\\boxed{{{shown}}}" if _computable(shown) else None)
+    text = text.strip()
+    part = (announced(text) or "")[:LONGEST]
+    if part:
+        line = part.split("\n", 1)[0]
+        return number.number(line) or (line if _is_maths(line) else number.first(part))
+    text = text[-LONGEST:]
+    whole = number.number(text)
+    if whole is not None:
+        return whole
+    plain = number.plain(text)
+    words = [word for word in plain.split() if any(letter.isdigit() for letter in word)]
+    return text if words and _is_maths(words[-1]) else number.last(text)
+
+
+def _only(text: str) -> Number | None:
+    """The one number of a sentence."""
+    plain = number.plain(text)
+    words = [word for word in plain.split() if any(letter.isdigit() for letter in word)]
+    if _is_maths(plain) or not all(map(number.number, words)):  # as `5x` is none
+        return None
+    one = number.first(text)
+    return one if one == number.last(text) else None
+
+
+def _is_maths(text: str) -> bool:
+    return any(mark in text for mark in ("\\", "^", "_", "{"))
+
+
+def _computable(text: str) -> bool:
+    return any(letter.isdigit() for letter in text) or "\\" in text

@@ -1,54 +1,123 @@
-"""Answers compared as text: the final answer, an exact match, a format."""
+"""Answers compared as text: an exact match, words in common, a format."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-import string
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from instep.errors import ConfigError
+from instep.extras import needed_by
 from instep.generation.verifiers.base import Answer
+from instep.generation.verifiers.final import announced, final, marked
+from instep.generation.verifiers.number import WRAPPED
+
+ARTICLES = ("a", "an", "the")
+QUOTES = dict.fromkeys(map(ord, "\u2018\u2019\u201b`\u00b4"), "'") | dict.fromkeys(map(ord, "\u201c\u201d\u201e\u00ab\u00bb"), '"')
+DROPPED = set(".,;:!?\"'()[]{}*_\u2026$")
+"""Marks that say nothing, unless they stand between digits or before one."""
+BETWEEN = re.compile(r"</think>\s*+<answer>")
 
 
 @dataclass(frozen=True)
 class Format:
-    """Whether the whole text matches a regular expression. By default: thoughts, then an answer, in R1's tags."""
+    """Whether the whole text has the form of R1's: thoughts, then an answer, each in its tags.
 
-    pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+    pattern: a regular expression that the whole text must match instead. A text with which it takes longer than `seconds` does not.
+    Raises `ConfigError` for a pattern that is none.
+    """
+
+    pattern: str | None = None
+    seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.pattern is not None:
+            with needed_by("Format(pattern)"):
+                import regex
+            try:
+                regex.compile(self.pattern, regex.DOTALL)
+            except regex.error as error:
+                raise ConfigError(f"{self.pattern!r} is no regular expression: {error}") from error
 
     async def __call__(self, answer: Answer, value: Any = None) -> float:  # noqa: ARG002
-        return float(re.fullmatch(self.pattern, answer.text, re.DOTALL) is not None)
+        return float(await asyncio.to_thread(self._matches, answer.text))
+
+    def _matches(self, text: str) -> bool:
+        if self.pattern is None:
+            return _thinks_then_answers(text.strip())
+        import regex
+
+        # It looks at the clock while it searches, and lets other threads work: `re` does neither.
+        match = partial(regex.fullmatch, self.pattern, text, regex.DOTALL, timeout=self.seconds, concurrent=True)
+        try:
+            return match() is not None
+        except TimeoutError:
+            return False
+
+
+def _thinks_then_answers(text: str) -> bool:
+    if not (text.startswith("<think>") and text.endswith("</answer>")):
+        return False
+    return BETWEEN.search(text, len("<think>"), len(text) - len("</answer>")) is not None
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """Whether the final answer is one of the label's, apart from case, articles, punctuation and white space.
+    """Whether the final answer is one of the label's texts, apart from case, articles, quotes and punctuation that says nothing.
 
-    The final answer is what stands in the last `<answer>` or `\\boxed{}`, else the whole text.
+    The final answer is what stands in the last `<answer>` or `\\boxed{}`, else the whole text, or what follows the last `the answer is`.
+    Signs and points of numbers count, as do `+`, `#` and the like. An empty answer matches nothing.
     """
 
     async def __call__(self, answer: Answer, value: str | Sequence[str]) -> float:
         accepted = [value] if isinstance(value, str) else list(value)
-        return float(_plain(final(answer.text)) in {_plain(text) for text in accepted})
+        return float(await asyncio.to_thread(_matches, answer.text, accepted))
 
 
-def final(text: str) -> str:
-    """What stands in the last `<answer>` or else in the last `\\boxed{}`; the whole text where there is neither."""
-    start = text.rfind("<answer>")
-    if start >= 0:
-        text = text[start + len("<answer>") :].partition("</answer>")[0]
-    boxed = text.rfind("\\boxed{")
-    if boxed < 0:
-        return text.strip()
-    depth, start = 0, boxed + len("\\boxed")
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start + 1 : position].strip()
-    return text[start + 1 :].strip()
+@dataclass(frozen=True)
+class WordOverlap:
+    """The F1 score of the words that the final answer shares with the label, as SQuAD's; the best of several labels."""
+
+    async def __call__(self, answer: Answer, value: str | Sequence[str]) -> float:
+        accepted = [value] if isinstance(value, str) else list(value)
+        return await asyncio.to_thread(_overlap, final(answer.text), accepted)
 
 
-def _plain(text: str) -> str:
-    words = text.lower().translate(str.maketrans("", "", string.punctuation)).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
+def _matches(text: str, accepted: Sequence[str]) -> bool:
+    shown = [final(text)] if marked(text) is not None else [text, announced(text) or ""]
+    answers = {plain_words(one) for one in shown} - {""}
+    return not answers.isdisjoint(plain_words(one) for one in accepted)
+
+
+def _overlap(text: str, accepted: Sequence[str]) -> float:
+    mine = Counter(plain_words(text).split())
+    best = 0.0
+    for one in accepted:
+        theirs = Counter(plain_words(one).split())
+        if common := (mine & theirs).total():
+            best = max(best, 2 * common / (mine.total() + theirs.total()))
+    return best
+
+
+def plain_words(text: str) -> str:
+    """A text for comparison. Never empty, unless the text is."""
+    text = unicodedata.normalize("NFKC", text.translate(QUOTES)).casefold().replace("\u2212", "-")
+    text = unicodedata.normalize("NFC", WRAPPED.sub(r"\1", text).replace("\\(", "").replace("\\)", ""))
+    kept = []
+    for at, letter in enumerate(text):
+        before, after = text[at - 1 : at], text[at + 1 : at + 2]
+        if letter in DROPPED:
+            if after.isdigit() and letter in ".,:" and (before.isdigit() or letter == "."):
+                kept.append(letter)  # 3.14, 1,000, 3:45, .5
+        elif letter == "-" and before.isalpha() and after.isalpha():
+            kept.append(" ")
+        else:
+            kept.append(letter)
+    words = "".join(kept).split()
+    said = [word for word in words if word not in ARTICLES] or words
+    return " ".join(said) or " ".join(text.split())

@@ -1,0 +1,118 @@
+"""Whether an answer follows instructions that a program can check: those of IFEval (Zhou et al., 2023), by its names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instep.extras import needed_by
+from instep.generation.verifiers import following as is_
+from instep.generation.verifiers.base import Answer
+
+Check = Callable[..., bool]
+LANGUAGE = 10_000
+"""Characters in which a language is looked for."""
+ONE = threading.Lock()
+"""langdetect is not made for threads: it loads what it needs at its first use."""
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """The part of its instructions that an answer follows. What stands before `</think>` is no part of the answer, nor are `<answer>` tags.
+
+    The label has IFEval's fields, as an object or as JSON: `{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}`, or a list
+    of one such object, also with the name `instruction_id`. Languages are told apart by langdetect.
+
+    threshold: a smaller part than this scores 0.
+    """
+
+    threshold: float = 1.0
+
+    async def __call__(self, answer: Answer, value: Any) -> float:
+        checks = read_label(value)
+        followed = await asyncio.to_thread(_followed, said(answer.text), checks)
+        part = followed / len(checks)
+        return part if part >= self.threshold else 0.0
+
+
+def said(text: str) -> str:
+    """What an answer says to its reader."""
+    text = text.rpartition("</think>")[2].strip()
+    if text.startswith("<answer>") and text.endswith("</answer>"):
+        text = text.removeprefix("<answer>").removesuffix("</answer>")
+    return text.strip()
+
+
+def read_label(value: Any) -> list[tuple[Check, dict[str, Any]]]:
+    """The checks that a label asks for, each with its arguments. Raises `ValueError` for what is no label of IFEval's."""
+    value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the label is a {type(value).__name__}, not an object with instruction_id_list and kwargs")
+    names = value.get("instruction_id_list") or value.get("instruction_id") or ()
+    given: Sequence[Any] = value.get("kwargs") or [None] * len(names)
+    if not names or len(names) != len(given):
+        raise ValueError(f"the label has {len(names)} instructions and {len(given)} kwargs")
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise ValueError(f"there is no instruction {', '.join(map(str, unknown))}")
+    arguments = [{key: one for key, one in (kwargs or {}).items() if one is not None} for kwargs in given]
+    return [(CHECKS[name], kwargs) for name, kwargs in zip(names, arguments, strict=True)]
+
+
+def _followed(text: str, checks: Sequence[tuple[Check, dict[str, Any]]]) -> int:
+    return sum(bool(text) and check(text, **kwargs) for check, kwargs in checks)
+
+
+def in_language(text: str, language: str) -> bool:
+    """Whether langdetect finds it the likeliest one. A text without letters is of every language."""
+    with needed_by("Instructions"):
+        import langdetect
+    with ONE:
+        langdetect.DetectorFactory.seed = 0  # else it draws lots
+        try:
+            found = str(langdetect.detect(text[:LANGUAGE].lower()))
+        except langdetect.LangDetectException:
+            return True
+    return found.split("-")[0] == language.split("-")[0]
+
+
+def in_english_capitals(text: str) -> bool:
+    return text.isupper() and in_language(text, "en")
+
+
+def in_english_lowercase(text: str) -> bool:
+    return text.islower() and in_language(text, "en")
+
+
+CHECKS: dict[str, Check] = {
+    "keywords:existence": is_.with_keywords,
+    "keywords:frequency": is_.with_a_keyword_so_often,
+    "keywords:forbidden_words": is_.without_words,
+    "keywords:letter_frequency": is_.with_a_letter_so_often,
+    "language:response_language": in_language,
+    "length_constraints:number_sentences": is_.of_sentences,
+    "length_constraints:number_paragraphs": is_.of_divided_paragraphs,
+    "length_constraints:number_words": is_.of_words,
+    "length_constraints:nth_paragraph_first_word": is_.with_a_paragraph_that_starts,
+    "detectable_content:number_placeholders": is_.with_placeholders,
+    "detectable_content:postscript": is_.with_a_postscript,
+    "detectable_format:number_bullet_lists": is_.of_bullets,
+    "detectable_format:constrained_response": is_.one_of_three_answers,
+    "detectable_format:number_highlighted_sections": is_.with_highlights,
+    "detectable_format:multiple_sections": is_.of_sections,
+    "detectable_format:json_format": is_.json_alone,
+    "detectable_format:title": is_.with_a_title,
+    "combination:two_responses": is_.two_responses,
+    "combination:repeat_prompt": is_.repeating_the_prompt,
+    "startend:end_checker": is_.ending_so,
+    "startend:quotation": is_.in_quotes,
+    "change_case:capital_word_frequency": is_.with_capital_words,
+    "change_case:english_capital": in_english_capitals,
+    "change_case:english_lowercase": in_english_lowercase,
+    "punctuation:no_comma": is_.without_commas,
+}
