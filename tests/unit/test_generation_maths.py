@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_many_answers_wait_for_one_process_without_running_out_of_time(slow: Mat
         return await asyncio.gather(*(slow(Answer("fine", sample([]), request()), "1") for _ in range(50)))
 
     assert run(main()) == [1.0] * 50
+
+
+def test_answers_that_hang_take_no_time_from_those_that_wait_behind_them(slow: Maths) -> None:
+    texts = ["hang"] * 8 + ["fine"] * 2
+    result = GenerationResult(request=request(labels=(Label("maths", "1"),), n=10), samples=[sample(encode(text)) for text in texts])
+    scored = run(RewardConfig(verifiers={"maths": slow}, seconds=2.0).build(TOKENIZER)(result)).samples
+    assert [(one.reward.score, one.reward.error) for one in scored if one.reward] == [(0.0, None)] * 8 + [(10.0, None)] * 2
+
+
+def test_a_verifier_is_sent_to_another_process_without_its_own(slow: Maths) -> None:
+    sent = pickle.loads(pickle.dumps(slow))
+    assert (sent.seconds, sent.memory, sent.processes) == (0.3, 1 << 31, 1)
 
 
 def test_a_process_that_does_not_start_breaks_the_verifier_and_says_so_in_the_reward(slow: Maths, tmp_path: Path) -> None:

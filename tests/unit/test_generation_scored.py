@@ -74,6 +74,20 @@ def test_a_reward_config_takes_finite_numbers_alone(name: str) -> None:
         RewardConfig(**{name: math.nan})
 
 
+def test_the_time_of_a_verifier_begins_when_its_turn_has_come() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.turnstile = Turnstile(1)
+
+        async def __call__(self, answer: Any, value: Any) -> float:
+            await asyncio.sleep(0.05)
+            return 1.0
+
+    result = GenerationResult(request=request(labels=(Label("v", 1),), n=20), samples=[sample([])] * 20)
+    judged = run(RewardConfig(verifiers={"v": Slow()}, seconds=0.8).build(TOKENIZER)(result)).samples
+    assert [one.reward.error for one in judged if one.reward] == [None] * 20
+
+
 def test_what_waits_for_its_turn_comes_in_order_and_passes_it_on_where_it_is_cancelled() -> None:
     async def main() -> list[int]:
         stile, order = Turnstile(1), list[int]()
