@@ -62,6 +62,35 @@ def test_a_worker_that_fails_is_heard_of_by_a_caller_that_looks_at_no_answer(ran
         assert engine.serves(3)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[2], NAMES[-1], "surprise"])
+def test_a_worker_that_fails_alone_takes_the_others_along(rank: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in one round with it for the next update: nobody waits for the others there."""
+    engine = Engine(2)
+    with engine.joined() as group:
+        update(engine, group, attention(2))
+        rounds = vars(engine.workers[rank])["instep_rounds"]
+        keep, left = rounds._keep, [name]
+
+        def fail_once(given: str, *args: Any) -> None:
+            if given in left:
+                left.remove(given)
+                raise OSError("no memory")
+            keep(given, *args)
+
+        monkeypatch.setattr(rounds, "_keep", fail_once)
+        monkeypatch.setattr(vars(engine.workers[1 - rank])["instep_rounds"], "_end_seen", lambda: None)
+        handle = engine.starts("update_weight", name, "bfloat16", attention(3).get(name, torch.ones(3)).shape)
+        group.broadcast(attention(3).get(name, torch.ones(3, dtype=torch.bfloat16)))
+        with pytest.raises(RuntimeError, match="no memory"):
+            handle.result(20)
+        monkeypatch.undo()
+        started = time.monotonic()
+        update(engine, group, attention(4))
+        assert time.monotonic() - started < 10
+        assert engine.serves(4)
+
+
 def test_what_all_workers_refuse_is_raised_once(engine: Engine, group: Communicator) -> None:
     update(engine, group, attention(2))
     handle = engine.starts("update_weight", "surprise", "bfloat16", [3])

@@ -87,9 +87,11 @@ def with_one_voice(worker: Any, action: Callable[[], T]) -> tuple[T | None, Exce
         failure = error
     at_work(worker, until=time.monotonic())
     number = vars(worker)["instep_calls"] = vars(worker).get("instep_calls", 0) + 1
-    own, hear = None if failure is None else as_instep(failure), speaks(worker)
-    told = peers_of(worker).end(number, own, hear=hear)
-    if hear and told is not None:
+    own = None if failure is None else as_instep(failure)
+    told = peers_of(worker).end(number, own)
+    if told is not None and own is None and (rounds := vars(worker).get("instep_rounds")) is not None:
+        rounds.fail_too(told)
+    if told is not None and speaks(worker):
         raise _saying(failure if told is own and failure is not None else told, *_served(worker)) from failure
     return result, failure
 

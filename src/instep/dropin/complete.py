@@ -36,6 +36,19 @@ def unread(names: Iterable[str], plans: Sequence[WorkerPlan]) -> list[str]:
     return [name for name in names if name not in read]
 
 
+def places(plans: Iterable[WorkerPlan]) -> dict[str, int]:
+    """Where in an engine that is read which comes of each tensor: the number of the first parameter, over all workers."""
+    found: dict[str, int] = {}
+    begin = 0
+    for plan in plans:
+        numbers = {param.name: begin + number for number, param in enumerate(plan.params)}
+        for route in plan.routes:
+            if route.tensor is not None and route.param in numbers:
+                found[route.tensor] = min(numbers[route.param], found.get(route.tensor, numbers[route.param]))
+        begin += len(plan.params)
+    return found
+
+
 def twin(name: str, metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Another tensor of the round with the same dtype, shape and bytes."""
     mine = tensors[name]

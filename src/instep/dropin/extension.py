@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from instep.dropin.absent import at_work, patience, watch
 from instep.dropin.calls import by_all, peers_of, with_one_voice
 from instep.dropin.communicator import DEADLINE, Communicator, dtype_of
 from instep.dropin.rounds import Rounds
+from instep.engine.vllm.checkpoint import loaded_from
 from instep.engine.vllm.guard import refuse_while
 from instep.engine.vllm.worker import WorkerExtension, receiver_for
 from instep.errors import PlanError, VersionConflict
@@ -68,7 +70,7 @@ class RoundsExtension(WorkerExtension):
 
 def changed(rounds: Rounds, since: str | None) -> bool:
     if since is None:
-        rounds.settle()
+        rounds.settle_alone()
         return rounds.changed or all(torch.allclose(param, torch.zeros_like(param)) for param in rounds.receiver.host.model.parameters())
     history, now = rounds.receiver.history, rounds.receiver.version
     if since in history and now in (None, since):
@@ -87,6 +89,7 @@ def rounds_of(worker: Any) -> Rounds:
     if "instep_rounds" not in held:
         rounds = Rounds(receiver_for(worker), peers_of(worker), cast=worker.instep_cast)
         held["instep_rounds"] = rounds
+        rounds.first = partial(loaded_from, worker)
 
         def dirty() -> str | None:
             at_work(worker, until=time.monotonic())  # a step begins

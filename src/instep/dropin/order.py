@@ -6,7 +6,7 @@ begun are some weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class Order:
@@ -43,3 +43,17 @@ class Order:
     def goes_on(self, names: Sequence[str]) -> bool:
         """Whether more is to come of an update like an earlier one."""
         return any(len(names) < len(one) and one[: len(names)] == tuple(names) for one in (self.full, self.part))
+
+
+def before_the_first(names: Sequence[str], places: Mapping[str, int]) -> int:
+    """How many names came before the one that the engine holds first, where they are so few that they may be weights alone.
+
+    An update of all weights mostly begins with that one. So before any order is known, names in front of it are of doubtful origin: they
+    may be of this update, or have come alone. places: where the engine holds what it reads of each name.
+    """
+    known = [name for name in names if name in places]
+    if not known:
+        return 0
+    before = names.index(min(known, key=places.__getitem__))
+    few = before == 1 or 10 * before <= len(names)
+    return before if few and list(names) != sorted(names) else 0

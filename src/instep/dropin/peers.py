@@ -54,24 +54,19 @@ class Peers:
         if self.size > 1:
             self._say(topic, _Word(fault=_fault(error)))
 
-    def end(self, call: int, error: InstepError | None, *, hear: bool) -> InstepError | None:
-        """How a call of all workers ended in this one. hear: waits for the others, and returns the first error of all; otherwise this
-        worker's own. Calls are numbered alike in all workers.
+    def end(self, call: int, error: InstepError | None) -> InstepError | None:
+        """Tells how a call of all workers ended in this one. The first error of all, in the order of their ranks.
 
-        An error of another worker begins with its rank. One that is silent until the deadline is an error too.
+        An error of another worker begins with its rank. One that is silent until the deadline is an error too. Calls are numbered alike in
+        all workers.
         """
         if self.size == 1:
             return error
-        own, before = f"call {call} {self.rank}", f"call {call - 2} {self.rank}"
-        self.store.set(own, encode(_Word(fault=None if error is None else _fault(error))))
-        self.store.delete_key(before)  # nobody looks for it any more: all have ended the call after it
-        if not hear:
-            return error
+        self.store.set(f"call {call} {self.rank}", encode(_Word(fault=None if error is None else _fault(error))))
+        self.store.delete_key(f"call {call - 2} {self.rank}")  # nobody looks for it any more: all have ended the call after it
         limit = time.monotonic() + self.timeout
-        for rank in (rank for rank in range(self.size) if rank != self.rank):
-            if (other := self._ended(f"call {call} {rank}", rank, limit)) is not None:
-                return error if error is not None and self.rank < rank else other
-        return error
+        others = (error if rank == self.rank else self._ended(f"call {call} {rank}", rank, limit) for rank in range(self.size))
+        return next((one for one in others if one is not None), None)
 
     def _ended(self, key: str, rank: int, limit: float) -> InstepError | None:
         while not self.store.check([key]):

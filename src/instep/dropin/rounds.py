@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 
 from instep.dropin.communicator import sum_of
-from instep.dropin.complete import lacking, listed, of_no_use, unread
-from instep.dropin.order import Order
+from instep.dropin.complete import lacking, listed, of_no_use, places, unread
+from instep.dropin.order import Order, before_the_first
 from instep.dropin.peers import Peers
-from instep.dropin.together import Stage, Together, as_instep
+from instep.dropin.together import First, Stage, Together, as_instep
 from instep.errors import DigestMismatch, InstepError, PlanError
 from instep.protocol import TensorMeta, WorkerReceipt, dtype_name
 from instep.receiver.state import Receiver
@@ -35,6 +35,8 @@ class Rounds:
     def __init__(self, receiver: Receiver, peers: Peers, *, cast: bool) -> None:
         self.receiver, self.peers = receiver, peers
         self.together = Together(receiver, peers, cast=cast)
+        self.first: First | None = None
+        """Brings the weights that the engine was loaded with."""
         self.receipt: WorkerReceipt | None = None
         self.order = Order()
         self.changed = False
@@ -47,7 +49,7 @@ class Rounds:
         self.number += 1
         self.stage = Stage(self.number)
         self.fault: InstepError | None = None
-        self.told = False
+        self.told = 0  # how many names had come when the trainer heard of an error
         self.says = True  # the trainer says where the round ends
         self.whole = False  # all weights have come, but the next name may show that some of them came alone
         self.arrived = self.look_at = 0
@@ -64,6 +66,8 @@ class Rounds:
         A name that comes a second time begins the next round. Raises `PlanError` where the one before, which was to end by itself, was left
         incomplete; and once anything was wrong with a round whatever that was, until its end.
         """
+        if self.fault is not None and self.order.full[:1] == (name,):
+            self.begin()  # of an update that failed the trainer has heard
         left = self._begun(name, says=last is not None) if name in self.names or self.whole else None
         self.says = last is not None
         self.names.append(name)
@@ -94,10 +98,26 @@ class Rounds:
             with suppress(InstepError):
                 self.finish()
 
+    def settle_alone(self) -> None:
+        """As `settle`, told by a caller who knows that nothing more is to come: also before an update of all weights has come.
+
+        Raises `PlanError` where what came cannot be put with the weights that the engine serves. It is dropped then.
+        """
+        self.settle()
+        if self.names and not self.says and not self.order.full and self.fault is None:
+            label = f"round-{self.number} ({listed(self.names)} alone)"
+            self._try(lambda: self.together.complete(self.stage, self.first))
+            self._commit(label, alone=True)
+
     def drop(self, error: Exception) -> None:
         """Ends the round without a commit, in every worker."""
         self._fail(error)
         self.begin()
+
+    def fail_too(self, error: InstepError) -> None:
+        """Another worker has failed in a call that has gone well here: all go the same way from here."""
+        if self.names:
+            self._fail(error)
 
     def leave(self) -> None:
         """Another trainer comes: what this one left is forgotten, and the order in which it sends."""
@@ -159,26 +179,44 @@ class Rounds:
                 self._commit_alone(self.order.alone(self.names))
             elif self.whole or self._alone():
                 self.finish()
+            elif not self.order.full and name in self.names[: (before := self._before_the_first())]:
+                return self._drop_first(before)
             else:
                 return self._left_behind(name, ends=False)
         except InstepError as error:
             return error
         return None
 
+    def _before_the_first(self) -> int:
+        plans = self.together.exchange(self.stage, "order", self.together.look(self.stage))
+        return before_the_first(self.names, places(plans))
+
+    def _drop_first(self, count: int) -> PlanError:
+        """Of a round without an update of all weights before it: the first names came alone, and an update has begun behind them."""
+        stage, alone, rest = self.stage, self.names[:count], self.names[count:]
+        self.begin()
+        self.stage, self.names, self.says, self.told = stage.only(rest, self.number), rest, False, len(rest) + 1
+        self.arrived = sum(meta.numel for meta in self.stage.metas.values())
+        return PlanError(
+            f"{listed(alone)} came alone before any update of all weights, and was dropped; the update that began behind it goes on",
+            next_step="nothing is lost but what came alone: send it again after this update",
+        )
+
     def _left_behind(self, name: str, ends: bool) -> PlanError | None:
-        """Begins a round with a name that came already. The error, unless the trainer has heard of one in the round before. ends: the
+        """Begins a round with a name that came already. The error, unless the trainer has heard of one and sent nothing since. ends: the
         trainer says when a round ends, and hears then what is missing."""
-        heard, count = ends or self.told or self.fault is not None, len(self.names)
+        count = len(self.names)
+        heard = ends or self.told == count or self.fault is not None
         missing = (
             None
             if heard
             else self._try(lambda: sorted(self.together.last.keys() - set(self.names)) or lacking([self.together.look(self.stage)]))
         )
         self.begin()
-        self.told = True
         if heard:
             logger.warning("%s came a second time: the %d tensors before it are dropped, and it begins another round", name, count)
             return None
+        self.told = 1
         return PlanError(
             f"{name} came a second time before its round was complete: {listed(missing or ['the rest'])} did not come. The {count} tensors "
             f"of that round are dropped, the engine still serves {self.receiver.version or 'its first weights'}, and {name} begins another",
@@ -224,6 +262,11 @@ class Rounds:
             return False
         missing = max(sum(lacking([plan]).values()) for plan in plans)
         self.look_at = self.arrived + missing
+        if missing == 0 and not self.order.full and (before := before_the_first(self.names, places(plans))):
+            raise PlanError(
+                f"no update of all weights has come before, and this one began with {listed(self.names[:before])} in front of what the "
+                "engine holds first: it cannot be told whether that came alone. Call finish_update() after the last tensor of an update"
+            )
         return missing == 0
 
     def _of_no_use(self, name: str) -> bool:

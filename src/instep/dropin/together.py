@@ -11,7 +11,7 @@ tensor is read completely, only all of them can.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from msgspec import structs
 
-from instep.dropin.communicator import sum_of
+from instep.dropin.communicator import nameless, sum_of
 from instep.dropin.complete import Known, lacking, listed, ties, twin, unread
 from instep.dropin.peers import Peers
 from instep.errors import ApplyError, InstepError, PlanError, by_name
@@ -48,7 +48,9 @@ from instep.receiver.watcher import layer_of
 from instep.transport import Me, Reader
 
 T = TypeVar("T")
+First = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 STAGED = "staged"
+ALL_ONCE = "send all tensors of the checkpoint that the engine loads once, then some alone"
 
 
 @dataclass
@@ -128,20 +130,36 @@ class Together:
         self.halved = None
         return receipt
 
-    def complete(self, stage: Stage) -> None:
-        """Adds to some tensors all others of the version that the engine serves. Raises `PlanError` where that did not come this way."""
+    def complete(self, stage: Stage, first: First | None = None) -> None:
+        """Adds to some tensors all others of the version that the engine serves. first: brings its first weights, where it serves these.
+
+        Raises `PlanError` where what it serves did not come this way.
+        """
+        if first is not None and self.receiver.version is None and self.receiver.state == "serving":
+            self._complete_first(stage, first)
+            return
         if self.served is None or self.receiver.version != self.served or self.receiver.state != "serving":
             serves = self.receiver.version or "its first weights"
             text = f"{listed(stage.metas)} came alone, and the engine serves {serves}, which did not come this way"
-            raise PlanError(text, next_step="send all tensors of the checkpoint that the engine loads once, then some alone")
-        if strange := stage.metas.keys() - self.last.keys():
-            raise PlanError(f"{listed(strange)} came alone, and was not in the last update of all weights", tensor=min(strange))
+            raise PlanError(text, next_step=ALL_ONCE)
+        _check_known(stage, self.last)
         assert self.receiver.applier is not None
         rest = self.last.keys() - stage.metas.keys()
         found = read_back(self.receiver.host, self.receiver.applier.plan, self.metas, rest - self.kept.keys())
         for name in rest:
             stage.metas[name], stage.digests[name] = self.last[name]
             stage.tensors[name] = found[name] if name in found else self.kept[name]
+
+    def _complete_first(self, stage: Stage, first: First) -> None:
+        came = len(stage.metas)
+        found = {name: tensor.cpu() for name, tensor in first()}
+        _check_known(stage, found)
+        if 2 * came >= len(found):
+            raise PlanError(f"{came} of {len(found)} tensors came: these are not some weights alone", next_step=ALL_ONCE)
+        for name in found.keys() - stage.metas.keys():
+            stage.metas[name] = meta = structs.replace(nameless(found[name]), name=name)
+            stage.tensors[name] = found[name].contiguous()
+            stage.digests[name] = sum_of(stage.tensors[name], meta)
 
     def _packed(self) -> set[str]:
         """Tensors of which a layer keeps something in another layout than the checkpoint's."""
@@ -262,6 +280,11 @@ class Together:
         if reply.fault is not None:
             raise by_name(reply.fault.kind)(reply.fault.message, tensor=reply.fault.tensor, next_step=reply.fault.next_step)
         return decode(reply.body, kind)
+
+
+def _check_known(stage: Stage, known: Collection[str]) -> None:
+    if strange := stage.metas.keys() - set(known):
+        raise PlanError(f"{listed(strange)} came alone, and was not in the last update of all weights", tensor=min(strange))
 
 
 def tied(stage: Stage, error: PlanError) -> list[TensorMeta]:

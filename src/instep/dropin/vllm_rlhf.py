@@ -23,6 +23,7 @@ from instep.dropin.colocate_sender import ColocateSender
 from instep.dropin.communicator import DEADLINE, Communicator, join
 from instep.dropin.extension import RoundsExtension
 from instep.dropin.handles import rebuild_ipc
+from instep.errors import ConfigError
 from instep.protocol import WorkerReceipt
 
 __all__ = [
@@ -50,8 +51,11 @@ def stateless_init_process_group(
 ) -> Communicator:
     """A group beside torch's global one: NCCL where `device` is a GPU, Gloo where it is the CPU. Returns when all ranks have come.
 
-    timeout: seconds, for this and for each later call on the group. Raises `TransportError` when they are over.
+    timeout: seconds, for this and for each later call on the group. Raises `TransportError` when they are over, `ConfigError` for a device
+    that is neither a GPU of CUDA nor the CPU.
     """
+    if torch.device(device).type not in ("cuda", "cpu"):
+        raise ConfigError(f"a group on {device} is not possible: there are NCCL for CUDA's GPUs and Gloo for the CPU")
     return join(master_address, int(master_port), rank, world_size, torch.device(device), timeout)
 
 
