@@ -14,53 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from colocate_example import TrainingActor
 from rlhf_workers import Engine
 from toys import attention
 
 from instep.dropin.answers import in_thread
 from instep.dropin.colocate_wire import Bucket, Buffer, End, Item, message_of, open_line
-from instep.dropin.handles import SEGMENT
 from instep.dropin.vllm_rlhf import ColocateSender
 from instep.errors import PlanError, TransportError
 from instep.protocol import TensorMeta
-from instep.transport.shm import Segment
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed: vLLM brings it")
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("segments")]
-
-
-class Example:
-    """The trainer half of vLLM's `rlhf_colocate.py`, over shared memory in the place of a GPU's: it looks at no answer."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], folder: Path, end: bool = True) -> None:
-        self.weights, self.address, self.end = weights, f"ipc://{folder}/zmq.sock", end
-        self.context = zmq.Context()
-
-    def get_zmq_handles(self, device: str) -> dict[str, str]:
-        return {device: self.address}
-
-    def update_weights(self) -> None:
-        def padded(p: torch.Tensor) -> int:
-            return -(-p.nbytes // 256) * 256
-
-        segment = Segment(2 * max(map(padded, self.weights.values())))
-        buffer = torch.from_numpy(segment.view)
-        socket = self.context.socket(zmq.REQ)
-        socket.bind(self.address)
-        try:
-            socket.send_pyobj((SEGMENT, (segment.name, segment.size)))
-            socket.recv()
-            for name, p in self.weights.items():  # a bucket for each, which is what the example does with large tensors
-                buffer[: p.nbytes] = p.reshape(-1).view(torch.uint8)
-                socket.send_pyobj([{"name": name, "dtype": p.dtype, "shape": p.shape, "offset": 0}])
-                socket.recv()
-            if self.end:
-                socket.send_pyobj(None)
-                socket.recv()
-        finally:
-            socket.close(linger=0)
-            del buffer
-            segment.close()
 
 
 @pytest.fixture
@@ -75,36 +40,30 @@ def device(engine: Engine) -> str:
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Iterator[Any]:
-    made: list[Example] = []
-
-    def make(weights: dict[str, torch.Tensor], **how: bool) -> Example:
-        made.append(Example(weights, tmp_path, **how))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.context.destroy(linger=0)
+def trainer(device: str, tmp_path: Path) -> Iterator[TrainingActor]:
+    made = TrainingActor(device, str(tmp_path))
+    yield made
+    made.leave()
 
 
-def test_vllms_own_trainer_half_updates_the_engine(engine: Engine, device: str, example: Any) -> None:
+def test_vllms_own_trainer_half_updates_the_engine(engine: Engine, trainer: TrainingActor) -> None:
     for seed in (2, 3):
-        trainer = example(attention(seed))
-        taking = engine.starts("update_weights_from_ipc", trainer.get_zmq_handles(device))
+        trainer.has(attention(seed).items())
+        taking = engine.starts("update_weights_from_ipc", trainer.get_zmq_handles())
         trainer.update_weights()
         assert taking.result(20)[0]["committed"]
         assert engine.serves(seed)
 
 
 @pytest.mark.parametrize("wrong", ["a dtype", "a name that comes twice"])
-def test_what_is_refused_ends_vllms_own_trainer_half(engine: Engine, device: str, example: Any, wrong: str) -> None:
-    weights = attention(2)
+def test_what_is_refused_ends_vllms_own_trainer_half(engine: Engine, trainer: TrainingActor, wrong: str) -> None:
+    weights = list(attention(2).items())
     if wrong == "a dtype":
-        weights[list(weights)[1]] = weights[list(weights)[1]].to(torch.complex64)
-    trainer = example(weights)
-    if wrong != "a dtype":
-        trainer.weights = Twice(weights)
-    taking = engine.starts("update_weights_from_ipc", trainer.get_zmq_handles(device))
+        weights[1] = (weights[1][0], weights[1][1].to(torch.complex64))
+    else:
+        weights.insert(2, weights[0])
+    trainer.has(weights)
+    taking = engine.starts("update_weights_from_ipc", trainer.get_zmq_handles())
     started = time.monotonic()
     with pytest.raises(zmq.ZMQError):
         trainer.update_weights()
@@ -114,16 +73,14 @@ def test_what_is_refused_ends_vllms_own_trainer_half(engine: Engine, device: str
     assert engine.serves(1)
 
 
-class Twice(dict[str, torch.Tensor]):
-    def items(self) -> Any:
-        return [*super().items(), *super().items()]
-
-
-def test_a_trainer_half_that_leaves_ends_the_workers(engine: Engine, device: str, example: Any) -> None:
-    trainer = example(attention(2), end=False)
-    taking = engine.starts("update_weights_from_ipc", trainer.get_zmq_handles(device))
-    trainer.update_weights()
+def test_a_trainer_half_that_leaves_ends_the_workers(engine: Engine, trainer: TrainingActor) -> None:
+    trainer.has(attention(2).items())
+    trainer.stop_after = 0
+    taking = engine.starts("update_weights_from_ipc", trainer.get_zmq_handles())
+    in_thread(trainer.update_weights)
+    time.sleep(0.5)
     started = time.monotonic()
+    trainer.zmq_context.destroy(linger=0)
     with pytest.raises(Exception, match=r"the trainer is gone: .*the engine serves its first weights"):
         taking.result(20)
     assert time.monotonic() - started < 10
