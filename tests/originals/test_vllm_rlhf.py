@@ -26,7 +26,7 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # n
 from instep.dropin import vllm_rlhf  # noqa: E402
 from instep.dropin.communicator import OF_NCCL  # noqa: E402
 from instep.dropin.vllm_rlhf import Communicator, WorkerExtension, stateless_init_process_group  # noqa: E402
-from instep.engine.vllm_publisher import WeightPublisher  # noqa: E402
+from instep.engine.vllm.publisher import WeightPublisher  # noqa: E402
 from instep.errors import TransportError  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.program]
@@ -222,8 +222,8 @@ def test_vllms_own_phases_bring_an_update_in_one_call_and_in_several(llm: Any, f
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
 
-    from instep.engine.vllm_plugin import register
-    from instep.engine.vllm_trainer import InstepTrainerInitInfo
+    from instep.engine.vllm.plugin import register
+    from instep.engine.vllm.trainer import InstepTrainerInitInfo
 
     register()
     client = RayVLLMWeightSyncClient(llm)
