@@ -127,6 +127,11 @@ def test_the_attributes_of_vllms_communicator() -> None:
         alone.broadcast(torch.ones(2), src=0)
 
 
+def test_a_device_without_a_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a group on xpu is not possible"):
+        join("127.0.0.1", free_port(), 0, 2, torch.device("xpu"), 10)
+
+
 def test_a_group_of_calls_is_made_at_the_same_time(ranks: list[Communicator]) -> None:
     """Each sends before it receives: one after the other, nobody would get to receive."""
     rooms = [torch.zeros(4) for _ in range(3)]

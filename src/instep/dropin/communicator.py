@@ -251,8 +251,10 @@ class Communicator:
 def join(host: str, port: int, rank: int, world_size: int, device: torch.device, timeout: float, key: str = "") -> Communicator:
     """Rank 0 serves the store at this address and port. Returns when all ranks have come.
 
-    Raises `TransportError` after `timeout` seconds without them.
+    Raises `TransportError` after `timeout` seconds without them, `ConfigError` for a device that has no backend here.
     """
+    if device.type not in ("cuda", "cpu"):
+        raise ConfigError(f"a group on {device} is not possible: there are NCCL for CUDA's GPUs and Gloo for the CPU")
     try:
         store = serve(host, port) if rank == 0 else find(host, port, timeout)
     except OSError as error:

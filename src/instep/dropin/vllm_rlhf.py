@@ -23,7 +23,6 @@ from instep.dropin.colocate_sender import ColocateSender
 from instep.dropin.communicator import DEADLINE, Communicator, join
 from instep.dropin.extension import RoundsExtension
 from instep.dropin.handles import rebuild_ipc
-from instep.errors import ConfigError
 from instep.protocol import WorkerReceipt
 
 __all__ = [
@@ -54,8 +53,6 @@ def stateless_init_process_group(
     timeout: seconds, for this and for each later call on the group. Raises `TransportError` when they are over, `ConfigError` for a device
     that is neither a GPU of CUDA nor the CPU.
     """
-    if torch.device(device).type not in ("cuda", "cpu"):
-        raise ConfigError(f"a group on {device} is not possible: there are NCCL for CUDA's GPUs and Gloo for the CPU")
     return join(master_address, int(master_port), rank, world_size, torch.device(device), timeout)
 
 
