@@ -70,6 +70,27 @@ def test_the_four_phases(llm: Any) -> None:
     publisher.close()
 
 
+def test_an_update_in_parts(llm: Any) -> None:
+    publisher = WeightPublisher(model("tiny", 1, "cuda:0"), timeout=60)
+    llm.init_weight_transfer_engine({"init_info": publisher.init_info()})
+    before = greedy(llm, PROMPTS)
+    first, second, third = publisher.update_infos("parts", 3)
+    llm.start_weight_update()
+    for info in (first, third):
+        llm.update_weights({"update_info": info})
+    with pytest.raises(Exception, match="part 2 of 3 did not come"):
+        finish(llm, "parts")
+    llm.reset_prefix_cache()
+    assert greedy(llm, PROMPTS) == before
+    llm.start_weight_update()
+    for info in (third, first, second):
+        llm.update_weights({"update_info": info})
+    finish(llm, "parts")
+    llm.reset_prefix_cache()
+    assert greedy(llm, PROMPTS) != before
+    publisher.close()
+
+
 def test_a_push_reaches_the_same_engine(llm: Any) -> None:
     trainer = model("tiny", 1, "cuda:0")
     with WeightSync(trainer, [llm]) as sync:
