@@ -2,10 +2,12 @@
 
 import ast
 import builtins
+import copy
 import importlib
 import json
 import operator
 import os
+import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -37,9 +39,13 @@ ORDER = ("lt", "le", "gt", "ge")
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*UNARY, *BINARY, *ORDER, "eq", "getitem", "setitem", "delitem")},
     "iter": iter, "next": next, "len": len, "bool": bool, "int": int, "float": float, "index": operator.index, "round": round,
-    "repr": repr, "str": str, "format": format,
+    "repr": repr, "str": str, "format": format, "copy": copy.copy, "deepcopy": copy.deepcopy, "pickled": pickle.dumps,
     "enter": lambda target: target.__enter__(), "exit": lambda target: target.__exit__(None, None, None),
 }  # fmt: skip
+
+
+PEERS: list["Peer"] = []
+"""The judge's, for objects that come out of a pickle."""
 
 
 class Remote:
@@ -81,6 +87,17 @@ class Remote:
     def __exit__(self, *_: object) -> None:
         _ask(self, "op", "exit")
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _ask(self, "op", "deepcopy")
+
+    def __reduce__(self) -> Any:
+        return unpickled, (_ask(self, "op", "pickled"),)
+
+
+def unpickled(data: bytes) -> Any:
+    """An object that the other process makes of what it pickled."""
+    return PEERS[0].ask("call", 1, "", (data,))
+
 
 class Steps:
     """Goes through an iterator of the other process."""
@@ -108,7 +125,7 @@ def _special(name: str, only: bool) -> Callable[..., Any]:
     return method
 
 
-for _names, _only in ((("next", "len", "bool", "int", "float", "index", "round", "repr", "str", "format", "enter"), False),
+for _names, _only in ((("next", "len", "bool", "int", "float", "index", "round", "repr", "str", "format", "enter", "copy"), False),
                       (("getitem", "setitem", "delitem", *UNARY), False), ((*BINARY, *ORDER), True)):  # fmt: skip
     for _name in _names:
         setattr(Remote, f"__{_name.strip('_')}__", _special(_name, _only))
@@ -158,6 +175,7 @@ def solve() -> None:
     sys.modules["solution"] = module
     exec(compile(program, "solution.py", "exec"), module.__dict__)
     peer.own.append(lambda names: {name: described(module.__dict__[name]) for name in names if name in module.__dict__})
+    peer.own.append(pickle.loads)
     peer.send({"ready": True})
     try:
         while True:
@@ -183,6 +201,7 @@ def judge() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     tests = json.loads(sys.stdin.read())
     peer = Peer(trusted=False)
+    PEERS.append(peer)
     if peer.receive() != {"ready": True}:
         raise EOFError
     space: dict[str, Any] = {"__name__": TESTS}

@@ -1,0 +1,77 @@
+"""Which addresses a tool may reach: none within the host's own networks, unless allowed."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from instep.errors import ConfigError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+TRANSLATED = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")))
+"""Within these an IPv6 address is the IPv4 address that it ends with, by another name."""
+METADATA = ipaddress.IPv4Network("192.0.0.0/24")
+"""Where one cloud has its metadata; for some versions of Python it is part of the Internet."""
+
+
+class InsideError(OSError):
+    """An address within the host's networks was not connected to."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EACCES, "its address is within this host's networks, and `allow` does not list it")
+
+
+class Reachable:
+    """Creates sockets for addresses that may be reached. It is asked for each connection, after names have become addresses.
+
+    allow: addresses and networks that may be reached although they are within the host's, such as `10.0.0.0/8`.
+    """
+
+    def __init__(self, allow: Sequence[str] = ()) -> None:
+        try:
+            self.allow: list[Network] = [ipaddress.ip_network(one, strict=False) for one in allow]
+        except ValueError as error:
+            raise ConfigError(f"allow takes addresses and networks such as 10.0.0.0/8: {error}") from error
+
+    def __call__(self, found: tuple[Any, ...]) -> socket.socket:
+        """What aiohttp calls a socket factory. Raises `InsideError`."""
+        family, kind, protocol, _, address = found
+        if not self.permits(address[0]):
+            raise InsideError
+        return socket.socket(family, kind, protocol)
+
+    def permits(self, host: str) -> bool:
+        """Whether an address may be reached."""
+        meant = meanings(ipaddress.ip_address(host.partition("%")[0]))
+        if any(address in network for address in meant for network in self.allow if address.version == network.version):
+            return True
+        return all(map(outside, meant))
+
+
+def outside(address: Address) -> bool:
+    """Whether an address is anybody's on the Internet."""
+    inside = address.is_multicast or address.is_reserved or address.is_unspecified or address in METADATA
+    return address.is_global and not inside
+
+
+def meanings(address: Address) -> list[Address]:
+    """An address, or that which it is another name of, and those that it leads through."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return [address]
+    if any(address in network for network in TRANSLATED) and int(address) > 1:  # "::1" is a name of its own
+        return [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)]
+    return [address, *(one for one in (address.sixtofour, *(address.teredo or ())) if one is not None)]
+
+
+def literal(host: str) -> bool:
+    """Whether a host is an address rather than a name."""
+    try:
+        ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    return True
