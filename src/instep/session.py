@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from msgspec import structs
 
 from instep.config import Config
 from instep.engine.fleet import Fleet
-from instep.errors import VersionConflict
+from instep.errors import InstepError, VersionConflict
 from instep.history import History
 from instep.protocol import Manifest, TensorMeta
 from instep.source.guarded import Guarded
 from instep.telemetry import Sink
 from instep.transport import Published
 from instep.transport.auto import AutoTransport
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A version as it was published.
+
+    manifest: what engines are told. stamp: the source's, before its tensors were read. expected: what
+    the trainer's forward said of the canary. finish: waits for the digests of what was published.
+    must: the digests that it must have, where it was pushed before.
+    """
+
+    manifest: Manifest
+    published: Published
+    stamp: Hashable
+    expected: list[float] | None
+    finish: Callable[[Published], Published]
+    must: Mapping[str, int] | None = None
+
+    @cached_property
+    def finished(self) -> Published:
+        return self.finish(self.published)
+
+    def digests(self) -> dict[str, int]:
+        """By tensor. On a GPU they are taken while the engines prepare and pull.
+
+        Raises `VersionConflict` where they are not those that they must be.
+        """
+        if self.must is not None:
+            check_same(self.manifest.version, self.finished.digests, self.must)
+        return self.finished.digests
+
+    @property
+    def known(self) -> Mapping[str, int]:
+        """The digests that were taken; none where they could not be."""
+        finished: Published | None = vars(self).get("finished")
+        return finished.digests if finished else {}
+
+    def for_those_behind(self) -> Sent:
+        """The same publication. An engine that is behind need not serve the version's base."""
+        sent = replace(self, manifest=structs.replace(self.manifest, base=None))
+        vars(sent).update({name: value for name, value in vars(self).items() if name == "finished"})
+        return sent
 
 
 @dataclass
@@ -32,30 +78,30 @@ class Session:
     """The source's tensors as they were checked last. Their signature and sizes hold for an equal list."""
     signature: str = ""
     sizes: dict[str, int] = field(default_factory=dict)
-    current: Manifest | None = None
+    current: Sent | None = None
     """The version that at least one engine serves, still published."""
-    published: Published | None = None
-    digests: dict[str, int] = field(default_factory=dict)
-    """Of the current version; none where they are not known."""
-    expected: list[float] | None = None
-    """What the trainer's forward said of the canary when the current version was published."""
-    stamp: Hashable = None
-    """The source's, when the current version was published."""
 
-    def to_be_had(self) -> Manifest | None:
+    def to_be_had(self) -> Sent | None:
         """The current version, if its bytes are still to be had: those in the trainer's own memory are gone when it steps."""
-        live = self.current is not None and self.current.location.live
-        return None if live and self.source.stamp() != self.stamp else self.current
+        current = self.current
+        return None if current and current.manifest.location.live and self.source.stamp() != current.stamp else current
 
-    def free_left_versions(self) -> None:
-        """Hands the memory of versions that no engine reads any more to the next one."""
+    def free_left_versions(self, *, stays: bool) -> None:
+        """Hands the memory of versions that no engine reads any more to the next one. stays: all but that of the current one."""
         held = {address for member in self.fleet.members for address in member.holding}
-        if self.current and not self.current.location.live and self.current.location.address not in held:
+        location = self.current.manifest.location if self.current else None
+        if location and stays:
+            held.add(location.address)
+        elif location and not location.live and location.address not in held:
             self.current = None
         self.transport.release_all_but(held)
 
-    def remember(self, version: str) -> None:
-        """An engine serves a version that was not there before, or one more has caught up with it."""
+    def keep(self, sent: Sent) -> None:
+        """An engine serves this version: it is the current one."""
+        with suppress(InstepError):  # the engine has proved the version by itself
+            sent.digests()
+        self.current = sent
+        version = sent.manifest.version
         if version not in self.history:
             self.pushes += 1
             self.history[version] = self.pushes

@@ -1,10 +1,14 @@
-"""The steps of a push, in the order in which `sync.py` takes them. Each takes what the one before it gave."""
+"""The steps of a push, in the order in which `sync.py` takes them. Each takes what the one before it gave, and calls none before it.
+
+An `Attempt` goes through them. Where engines turn it down, unharmed, `prepare` and `commit` give the next one, which relies on less.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -17,32 +21,53 @@ from instep.plan.dtypes import common
 from instep.plan.routes import check_metadata, signature
 from instep.protocol import CommitRequest, Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
-from instep.session import Session, check_same
+from instep.session import Sent, Session
 from instep.source import Look, check_unchanged
 from instep.telemetry import Account, Event
 from instep.transport import Placed, at_rest
 
+Way = Literal["trusted", "asked", "another transport"]
+"""trusted: engines are taken to be as the last push has left them. asked: each has said what it serves. another transport: what was
+published could not be opened by all of them."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Which engines are to take the version. found: the source, where nothing was waited for since it was looked at."""
+
+    way: Way
+    members: Sequence[Member]
+    found: Look | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Engines that can commit. fused: a single one, which prepares in its commit."""
+
+    members: Sequence[Member]
+    fused: bool
+
+
+@dataclass(frozen=True)
+class Done:
+    """What engines that serve the version did, by their names."""
+
+    engines: Mapping[str, EngineReceipt]
+
 
 class Push(Account):
-    """One push of one version."""
+    """One push of one version. done: its receipt, once it has ended well."""
 
     def __init__(self, session: Session, version: str) -> None:
         super().__init__(version, session.sinks)
         self.session = session
-        # Of the current version, until another is published.
-        self.published, self.expected, self.stamp = session.published, session.expected, session.stamp
-        self.finished = session.published if session.digests else None  # `published`, once it has its digests
-        self.must: dict[str, int] | None = None  # the digests, where it is a version that was pushed before
-        self.look: Look | None = None  # at the source, of this moment: nothing was waited for since
-        self.trusting = False  # the engines are taken to be as the last push has left them
-        self.alone = False  # a single one is prepared in the commit
-        self.committing: Manifest | None = None  # an engine may have it
+        self.committing: Sent | None = None  # an engine may have it
         self.done: Receipt | None = None
         self.started = time.perf_counter()
         session.transport.begin()
 
-    def describe(self) -> list[TensorMeta]:
-        """The source's tensors.
+    def describe(self) -> Look:
+        """Looks at the source's tensors, and notes their list in the session.
 
         Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense.
         """
@@ -56,69 +81,68 @@ class Push(Account):
             )
         with self.phase("describe"):
             session.transport.hasten()
-            self.look = session.source.look()
-            tensors = self.look.metadata
+            found = session.source.look()
+            tensors = found.metadata
             if tensors != session.described or not tensors:
                 check_metadata(tensors)
                 session.described, session.signature = list(tensors), signature(tensors)
                 session.sizes = session.sizes_of(tensors)
-        return session.described
+        return found
 
-    async def connect(self) -> list[Member]:
-        """The engines that answer. Raises where `require="all"` and one does not.
-
-        Those that are as this trainer's last push has left them, so far as it knows, are not asked: they refuse to prepare if they are not.
-        """
+    def trust(self, found: Look) -> Attempt | None:
+        """The first attempt, where each engine is as this trainer's last push has left it, so far as it knows: they are not asked, and
+        refuse to prepare if they are not. None where one has to be asked."""
         session, members = self.session, self.session.fleet.members
-        if self.look is not None and session.config.require == "all" and all(member.known(session.signature) for member in members):
-            for member in members:
-                member.trust()
-            self.trusting = True
-            return list(members)
-        self.look, self.trusting = None, False
+        if session.config.require == "any" or not all(member.known(session.signature) for member in members):
+            return None
+        for member in members:
+            member.trust()
+        return Attempt("trusted", list(members), found)
+
+    async def ask(self) -> Attempt:
+        """Asks all engines what they serve. Raises where `require="all"` and one does not answer."""
         with self.phase("connect"):
-            await session.fleet.hello(hurry=session.config.require == "any")
-        session.fleet.check_apart()
-        return self._remaining(members)
+            await self.session.fleet.hello(hurry=self.session.config.require == "any")
+        self.session.fleet.check_apart()
+        return Attempt("asked", self._remaining(self.session.fleet.members))
 
-    async def plan(self, members: Sequence[Member], tensors: list[TensorMeta], *, sent: bool = False) -> list[TensorMeta]:
-        """Proves for each engine that the tensors fill it, the first time that it sees their list. Returns them with the dtypes to send.
+    async def plan(self, attempt: Attempt, tensors: list[TensorMeta], *, sent: bool = False) -> tuple[Attempt, list[TensorMeta]]:
+        """Proves for each engine that the tensors fill it, the first time that it sees their list.
 
-        sent: whether they have those of a version that was sent already.
+        sent: whether they have the dtypes of a version that was sent already. Returns who remains, and the tensors as they are to be sent.
         """
+        members = attempt.members
         with self.phase("plan"):
             session = self.session
             wanted = session.signature if tensors is session.described else signature(tensors)
             cast, whole = session.config.cast, session.source.whole
             new = [member for member in members if not member.planned(wanted)]
             await session.fleet.each(new, lambda m: trace(m, tensors, wanted, session.source.within(), cast=cast, whole=whole))
-        self._remaining(members)
+        members = self._remaining(members)
         engines = [member.plan.casts for member in members if member.plan]
         casts = common([{}, *engines] if sent else engines, tensors)
-        if not casts:
-            return tensors
-        return [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
+        if casts:
+            tensors = [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
+        return replace(attempt, members=members), tensors
 
-    def publish(self, members: Sequence[Member], tensors: list[TensorMeta], base: str | None) -> Manifest:
-        """Makes the source's weights available to the members' workers.
+    def publish(self, attempt: Attempt, tensors: list[TensorMeta], base: str | None, must: Mapping[str, int] | None = None) -> Sent:
+        """Makes the source's weights available to the engines' workers. must: the digests of a version that was pushed before.
 
         Raises `SourceError` where the trainer changed a tensor meanwhile, or has no forward for the canary: nothing has been sent.
         """
         session = self.session
-        self.expected = self._expected()
+        expected = self._expected()
         with self.phase("publish"):
-            session.free_left_versions()
-            workers = [worker for member in members for worker in member.workers]
-            look, self.look = self.look, None
-            self.stamp = look.stamp if look else session.source.stamp()
-            source, device = session.source, session.source.device
-            place = look.place if look else None
-            values = Placed(lambda: self._counted(tensors, device), source.again, source.stays, place, self.must)
-            self.published = session.transport.publish(tensors, values, device, workers)
-            if not self.published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
-                check_unchanged(session.source, self.stamp)
-        published = self.published
-        return Manifest(self.version, base, tensors, published.digests, published.location, session.source.merged)
+            session.free_left_versions(stays=must is not None)
+            workers = [worker for member in attempt.members for worker in member.workers]
+            found, source, device = attempt.found, session.source, session.source.device
+            stamp, place = (found.stamp, found.place) if found else (source.stamp(), None)
+            values = Placed(lambda: self._counted(tensors, device), source.again, source.stays, place, must)
+            published = session.transport.publish(tensors, values, device, workers)
+            if not published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
+                check_unchanged(source, stamp)
+        manifest = Manifest(self.version, base, tensors, published.digests, published.location, source.merged)
+        return Sent(manifest, published, stamp, expected, session.transport.finish, must)
 
     def _expected(self) -> list[float] | None:
         """What the trainer's forward says of the canary."""
@@ -134,45 +158,39 @@ class Push(Account):
             )
         return scores
 
-    async def prepare(self, members: Sequence[Member], manifest: Manifest) -> tuple[list[Member], Manifest]:
+    async def prepare(self, attempt: Attempt, sent: Sent) -> Ready | Attempt:
         """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all.
 
-        Where the transport does not get the version to an engine, the next one is tried: hence the manifest. A single engine that is
-        known, and finds the bytes where it found them last, prepares them in the commit: no other engine depends on whether it can.
+        A single engine that is trusted, and finds the bytes where it found them last, prepares them in the commit: no other engine
+        depends on whether it can. Where a trusted engine refuses, the next attempt asks all; where the transport does not get the
+        version to one, the next attempt takes another.
         """
-        self.alone = self._alone(members, manifest)
-        if self.alone:
-            return list(members), manifest
-        members = [member for member in members if member.failure is None]
-        failure = await self._prepare(members, manifest)
-        if self.trusting and any(isinstance(member.failure, VersionConflict) for member in members):
-            members, manifest = await self._ask(manifest)
-            failure = await self._prepare(members, manifest)
-        transport = self.session.transport
-        while isinstance(failure, TransportError) and transport.give_up(failure, [member.failure for member in members]):
-            manifest = self.publish(members, manifest.tensors, manifest.base)
-            failure = await self._prepare(members, manifest)
+        members, transport = attempt.members, self.session.transport
+        transport.use(sent.manifest.location.transport)
+        if self._can_fuse(members, sent):
+            return Ready(members, fused=True)
+        failure = await self._prepare(members, sent)
+        if attempt.way == "trusted" and any(isinstance(member.failure, VersionConflict) for member in members):
+            return await self.ask()
+        if isinstance(failure, TransportError) and transport.give_up(failure, [member.failure for member in members]):
+            for member in members:
+                member.failure = None
+            return Attempt("another transport", members)
         if failure is not None:
             raise failure
         transport.reached()
-        return [member for member in members if member.failure is None], manifest
+        return Ready([member for member in members if member.failure is None], fused=False)
 
-    def _alone(self, members: Sequence[Member], manifest: Manifest) -> bool:
-        known = len(members) == 1 and members[0].in_place(manifest)
-        return known and self.session.transport.late and isinstance(members[0].engine, AtOnce)
+    def _can_fuse(self, members: Sequence[Member], sent: Sent) -> bool:
+        alone = len(members) == 1 and members[0].in_place(sent.manifest)
+        return alone and self.session.transport.late and isinstance(members[0].engine, AtOnce)
 
-    async def _ask(self, manifest: Manifest) -> tuple[list[Member], Manifest]:
-        """Where an engine that was taken to be as it was left has refused: asks all, and publishes for them."""
-        members = await self.connect()
-        tensors = await self.plan(members, self.session.described)
-        return members, self.publish(members, tensors, manifest.base)
-
-    async def _prepare(self, members: Sequence[Member], manifest: Manifest) -> InstepError | None:
+    async def _prepare(self, members: Sequence[Member], sent: Sent) -> InstepError | None:
         fleet, transport = self.session.fleet, self.session.transport
         try:
             with self.phase("prepare"):
                 async with transport.serving("prepare") as sending:
-                    await fleet.each(members, lambda member: sending.unless(member.prepare(manifest, self.digests)))
+                    await fleet.each(members, lambda member: sending.unless(member.prepare(sent.manifest, sent.digests)))
             self._remaining(members)
         except InstepError as error:
             await fleet.withdraw(members)
@@ -180,86 +198,64 @@ class Push(Account):
         await fleet.withdraw([member for member in members if member.failure])  # of its workers some may have prepared it
         return None
 
-    async def commit(self, members: Sequence[Member], manifest: Manifest) -> tuple[dict[str, EngineReceipt], Manifest]:
+    async def commit(self, ready: Ready, sent: Sent) -> Done | Attempt:
         """Each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards.
 
-        Hence the manifest: an engine that was not prepared and has refused, with nothing lost, is asked why, as any other.
+        Where a fused commit is refused, and the engine has lost nothing, the next attempt asks it why.
         """
-        done = await self._commit(members, manifest)
-        if self.alone and members[0].failure and members[0].serving == "old":
-            members, manifest = await self.prepare(*await self._ask(manifest))
-            done = await self._commit(members, manifest)
+        members = ready.members
+        done = await self._commit(members, sent)
+        if ready.fused and members[0].failure and members[0].serving == "old":
+            return await self.ask()
         if done:
-            self._keep(manifest)
+            self.session.keep(sent)
         self._remaining(members)
-        return done, manifest
+        return Done(done)
 
-    async def _commit(self, members: Sequence[Member], manifest: Manifest) -> dict[str, EngineReceipt]:
-        session, published = self.session, self.published
-        assert published is not None
-        self.committing = manifest
+    async def _commit(self, members: Sequence[Member], sent: Sent) -> dict[str, EngineReceipt]:
+        session = self.session
+        if sent.must is not None and session.transport.early:
+            sent.digests()  # before the label of a version that was published again
+        self.committing = sent
         with self.phase("commit"):
-            request = CommitRequest(self.version, {} if session.transport.late else self.digests(), published.launch, hold=True)
+            request = CommitRequest(self.version, {} if session.transport.late else sent.digests(), sent.published.launch, hold=True)
             async with session.transport.serving("commit") as sending:
                 return await session.fleet.each(
-                    members, lambda member: sending.unless(member.commit(manifest, request, session.config.caches, self.digests))
+                    members,
+                    lambda member: sending.unless(member.commit(sent.manifest, request, session.config.caches, sent.digests)),
                 )
-
-    def _keep(self, manifest: Manifest) -> None:
-        """An engine serves this version: it is the current one."""
-        session = self.session
-        session.digests = {}
-        with suppress(InstepError):  # the engine has proved the version by itself
-            session.digests = self.digests()
-        session.current, session.published = manifest, self.published
-        session.stamp, session.expected = self.stamp, self.expected
-        session.remember(self.version)
 
     async def break_off(self) -> None:
         """However a push ended before its end: engines go on or refuse, and their leases are over."""
-        fleet, manifest = self.session.fleet, self.committing
+        fleet, sent = self.session.fleet, self.committing
         await fleet.settle(self.version)
-        if manifest is not None and any(member.has(self.version) for member in fleet.members):
-            self._keep(manifest)
+        if sent is not None and any(member.has(self.version) for member in fleet.members):
+            self.session.keep(sent)
 
-    def digests(self) -> dict[str, int]:
-        """Of what was published. On a GPU they are taken while the engines prepare and pull."""
-        assert self.published is not None
-        if self.finished is not self.published:
-            self.published = self.finished = self.session.transport.finish(self.published)
-        if self.must is not None:
-            check_same(self.version, self.finished.digests, self.must)
-        return self.finished.digests
-
-    def confirm(self) -> None:
-        """Before the label of a version that was published again. Raises `VersionConflict` where the trainer has others by now."""
-        if self.must is not None and self.session.transport.early:
-            self.digests()
-
-    async def receipt(self, done: dict[str, EngineReceipt], manifest: Manifest) -> Receipt:
+    async def receipt(self, done: Done, sent: Sent) -> Receipt:
         """Asks the engines for the canary, and says what was done."""
-        session = self.session
-        gap = await self._canary([member for member in session.fleet.members if member.name in done])
+        session, engines = self.session, done.engines
+        gap = await self._canary([member for member in session.fleet.members if member.name in engines], sent.expected)
         self.seconds["total"] = time.perf_counter() - self.started
-        sent = self.session.sizes_of(manifest.tensors)
+        sizes = session.sizes_of(sent.manifest.tensors)
         self.done = receipt = Receipt(
             version=self.version,
-            nbytes=sum(sent.values()),
-            tensors=len(sent),
+            nbytes=sum(sizes.values()),
+            tensors=len(sizes),
             seconds=self.seconds,
-            digest=total(self.digests()),
-            engines=tuple(done[member.name] for member in session.fleet.members if member.name in done and not member.failure),
+            digest=total(sent.digests()),
+            engines=tuple(engines[m.name] for m in session.fleet.members if m.name in engines and not m.failure),
             canary_gap=gap,
-            non_finite=self.published.non_finite if self.published else (),
+            non_finite=sent.finished.non_finite,
             failed=tuple(member.state() for member in session.fleet.members if member.failure),
-            transport=manifest.location.transport,
+            transport=sent.manifest.location.transport,
             why=session.transport.against,
         )
         self.tell(Event("done", self.version, receipt=receipt))
         return receipt
 
-    async def _canary(self, members: Sequence[Member]) -> float | None:
-        session, expected = self.session, self.expected
+    async def _canary(self, members: Sequence[Member], expected: list[float] | None) -> float | None:
+        session = self.session
         if not session.config.canary or expected is None:
             return None
         tokens = list(session.config.canary)

@@ -7,9 +7,8 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
-
-from msgspec import structs
 
 from instep.config import Caches, Config, Require, TransportName, check_version
 from instep.engine.fleet import Fleet
@@ -19,11 +18,11 @@ from instep.forked import Own
 from instep.ranks.follow import Follower
 from instep.ranks.roles import Lead, role
 from instep.receipt import Receipt
-from instep.session import Session
+from instep.session import Sent, Session
 from instep.shielded import to_the_end
 from instep.source.adapter import adapter_of
 from instep.source.guarded import Guarded
-from instep.steps import Push
+from instep.steps import Attempt, Done, Push, Ready
 from instep.telemetry import Event, Sink, log
 
 T = TypeVar("T")
@@ -98,13 +97,8 @@ class WeightSync:
         if isinstance(self._role, Follower):
             return await self._follow(self._role, "push", version)
         async with self._alone(), self._pushing("push", version) as push:
-            tensors = push.describe()
-            members = await push.connect()
-            tensors = await push.plan(members, tensors)
-            manifest = push.publish(members, tensors, base)
-            ready, manifest = await push.prepare(members, manifest)
-            done, manifest = await push.commit(ready, manifest)
-            return await push.receipt(done, manifest)
+            found = push.describe()
+            return await self._bring(push, push.trust(found) or await push.ask(), base=base)
 
     def catch_up(self, engine: Any = None) -> Receipt:
         """Brings engines that do not serve the current version to it: restarted ones, and those that a push did not reach.
@@ -125,21 +119,32 @@ class WeightSync:
             if engine is not None:
                 await self._session.fleet.take_in(engine)
             current = self._session.to_be_had()
-            async with self._pushing("catch_up", current.version if current else "") as push:
+            async with self._pushing("catch_up", current.manifest.version if current else "") as push:
                 if current is None:
                     raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
-                manifest = structs.replace(current, base=None)  # an engine that is behind need not serve its base
-                behind = [member for member in await push.connect() if member.behind(manifest.version)]
+                asked = await push.ask()
+                behind = [member for member in asked.members if member.behind(push.version)]
                 if not behind:
-                    return await push.receipt({}, manifest)
-                await push.plan(behind, manifest.tensors, sent=True)
-                if manifest.location.live:
-                    push.must = self._session.digests
-                    manifest = push.publish(behind, manifest.tensors, None)
-                ready, manifest = await push.prepare(behind, manifest)
-                push.confirm()
-                done, manifest = await push.commit(ready, manifest)
-                return await push.receipt(done, manifest)
+                    return await push.receipt(Done({}), current)
+                return await self._bring(push, replace(asked, members=behind), again=current.for_those_behind())
+
+    async def _bring(self, push: Push, attempt: Attempt, *, base: str | None = None, again: Sent | None = None) -> Receipt:
+        """One attempt after another, until engines serve the version. Each relies on less than the one before it.
+
+        again: the version, where it was pushed before. It is published once more if its bytes were
+        the trainer's own, or if engines cannot open it as it is, and must have the same digests.
+        """
+        sent = again if again and not again.manifest.location.live else None
+        tensors = again.manifest.tensors if again else self._session.described
+        while True:
+            attempt, described = await push.plan(attempt, tensors, sent=again is not None)
+            sent = sent or push.publish(attempt, described, base, again.known if again else None)
+            step: Ready | Done | Attempt = await push.prepare(attempt, sent)
+            if isinstance(step, Ready):
+                step = await push.commit(step, sent)
+            if isinstance(step, Done):
+                return await push.receipt(step, sent)
+            attempt, sent = step, None
 
     def status(self) -> tuple[EngineState, ...]:
         """What each engine serves, asked now; while a push is running, what was last heard. Nothing on ranks that have no engines."""

@@ -104,7 +104,7 @@ def test_a_server_on_another_host_is_reached_by_this_hosts_address(
     with WeightSync(attention(2), [engine(server)], transport=transport, timeout=20) as sync:
         sync.push(f"far-{transport}")
         assert sync._session.current is not None
-        location = sync._session.current.location
+        location = sync._session.current.manifest.location
         assert location.transport == ("gloo" if transport == "auto" else "http")
         assert own_address() in location.address.split("@")
     assert server.serves() == {"version": f"far-{transport}", "fingerprint": SEED[2], "paused": False}

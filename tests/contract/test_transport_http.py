@@ -72,8 +72,8 @@ def test_every_tensor_arrives(transport: HttpTransport) -> None:
 def test_it_listens_on_the_loopback_while_all_engines_are_here(transport: HttpTransport) -> None:
     with WeightSync(checkpoint(1), [MemoryEngine(checkpoint(0))], transport="http") as sync:
         sync.push("v1")
-        assert sync._session.published is not None
-        assert sync._session.published.location.address.startswith("127.0.0.1@")
+        assert sync._session.current is not None
+        assert sync._session.current.published.location.address.startswith("127.0.0.1@")
 
 
 class Cutting:
@@ -209,8 +209,8 @@ def test_it_is_taken_where_nothing_else_reaches_the_engine(monkeypatch: pytest.M
         gloo = sync._session.transport.candidates["gloo"]
         monkeypatch.setattr(gloo, "consider", lambda *_: "a wall is in between")
         sync.push("v1")
-        assert sync._session.published is not None
-        assert sync._session.published.location.transport == "http"
+        assert sync._session.current is not None
+        assert sync._session.current.published.location.transport == "http"
     assert engine.fingerprint() == MemoryEngine(checkpoint(1)).fingerprint()
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 def used(sync: WeightSync) -> str:
     assert sync._session.current is not None
-    return sync._session.current.location.transport
+    return sync._session.current.manifest.location.transport
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ FALLBACK = textwrap.dedent("""
         trainer = model("tiny", 1, "cuda:0")
         with WeightSync(trainer, [llm]) as sync:
             sync.push("one")
-            print("USED", sync._session.current.location.transport)
+            print("USED", sync._session.current.manifest.location.transport)
         stop_vllm(llm)
 """)
 

@@ -44,7 +44,7 @@ def test_pushes_are_pulled_straight_into_live_storage(llm: Any, from_disk: Any) 
         receipt = sync.push("two")
         assert greedy(llm, PROMPTS) == from_disk
         assert sync._session.current is not None
-        assert sync._session.current.location.transport == "ipc"
+        assert sync._session.current.manifest.location.transport == "ipc"
         assert "prepare" not in receipt.seconds  # one call
         (engine,) = receipt.engines
         assert engine.reload == {}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
 
-from instep.engine.vllm import worker as vllm_worker
+from instep.engine.vllm import host
 from instep.engine.vllm.worker import WorkerExtension, receiver_for
 from instep.receiver.kept import Kept
 
@@ -29,12 +29,12 @@ class WrongReloadExtension(WorkerExtension):
 
 def experts_stay_unpacked(_: nn.Module) -> list[Any]:
     """As vLLM leaves them, without what instep repairs."""
-    return [patch.object(vllm_worker, "forget_expert_kernels", lambda model: None)]
+    return [patch.object(host, "forget_expert_kernels", lambda model: None)]
 
 
 def tied_head_stays(_: nn.Module) -> list[Any]:
     """As vLLM leaves it, without what instep repairs."""
-    return [patch.object(vllm_worker, "refresh_tied", lambda model: None)]
+    return [patch.object(host, "refresh_tied", lambda model: None)]
 
 
 def packed_weights_stay(model: nn.Module) -> list[Any]:

@@ -175,8 +175,8 @@ def test_an_engine_whose_trainer_dies_in_a_failed_commit_refuses_by_itself() -> 
     weights = attention(1)
     with WeightSync(weights, [asgi_engine(at)]) as sync:
         sync.push("v1")
-        manifest, plan = sync._session.current, signature(described(weights))
-        assert manifest is not None
+        assert sync._session.current is not None
+        manifest, plan = sync._session.current.manifest, signature(described(weights))
         manifest = structs.replace(manifest, version="v2")
         prepare = request(PrepareRequest(manifest, plan, 60.0, 60.0), seq=1)
         numbered = [("prepare", prepare), ("ready", request(seq=2)), ("pause", encode(("reset",)))]

@@ -93,7 +93,7 @@ def test_a_connection_that_ends_is_the_end_of_a_push_only_where_it_is_the_traine
     with WeightSync(weights, [asgi_engine(at)]) as sync:
         sync.push("v1")
         assert sync._session.current is not None
-        manifest = structs.replace(sync._session.current, version="v2")
+        manifest = structs.replace(sync._session.current.manifest, version="v2")
         prepare = request(PrepareRequest(manifest, signature(described(weights)), 60.0, 60.0))
         run(at, ("prepare", call(1, prepare, name="trainer")), ("pause", call(2, encode(("reset",)), name="trainer")))
         answer = at.answer

@@ -58,7 +58,7 @@ def push(sync: WeightSync, weights: Checkpoint, version: str) -> Receipt:
     step(weights)
     receipt = sync.push(version)
     assert sync._session.current is not None
-    assert sync._session.current.location.transport == "ipc"
+    assert sync._session.current.manifest.location.transport == "ipc"
     return receipt
 
 

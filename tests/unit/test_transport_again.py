@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 import pytest
-from named_weights import Trainer, engine_named, serves
+from named_weights import WEIGHTS, Trainer, engine_named, serves
 
-from instep.errors import TransportError
+from instep.errors import TransportError, VersionConflict
 from instep.transport import shm
 from instep.transport.auto import SKIPPED, AutoTransport
 
@@ -50,6 +50,22 @@ def test_shared_memory_comes_back_after_one_failure(files: Files) -> None:
     receipt = trainer.push("v2", "c")
     assert (receipt.transport, "shm" in receipt.why) == ("shm", False)
     assert serves(engine) == ("c", "v2")
+    trainer.sync.close()
+
+
+def test_an_engine_that_cannot_open_a_version_gets_no_other_weights_under_its_name(files: Files) -> None:
+    """`catch_up` after the trainer has stepped: what another transport would send are weights of now."""
+    trainer = Trainer(engine_named("stays"), timeout=20)
+    trainer.push("a")
+    trainer.source.update(WEIGHTS["b"])
+    files.full, late = True, engine_named("late")
+    with pytest.raises(VersionConflict, match="the trainer's weights are no longer those of 'a'"):
+        trainer.sync.catch_up(late)
+    assert serves(late) == ("start", None)
+    trainer.source.update(WEIGHTS["a"])
+    receipt = trainer.sync.catch_up()
+    assert (receipt.transport, [engine.engine for engine in receipt.engines]) == ("gloo", ["late"])
+    assert serves(late) == ("a", "a")
     trainer.sync.close()
 
 

@@ -114,6 +114,10 @@ class AutoTransport:
     def _used(self) -> str:
         return next(name for name, candidate in self.candidates.items() if candidate is self.used)
 
+    def use(self, name: str) -> None:
+        """Workers are about to read what this one has published, last or earlier."""
+        self.used = self.candidates[name]
+
     def begin(self) -> None:
         """Another push begins."""
         self.left_out = {name for name, refused in self.refused.items() if refused.skipped}
