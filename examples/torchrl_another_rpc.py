@@ -2,8 +2,9 @@
 
     python examples/torchrl_another_rpc.py
 
-TorchRL's page on `VLLMWeightReceiver` shows where another RPC would go; in instep it goes there: one class with `call` on the trainer's
-side, and one function on the engine's. What they carry are requests of some kilobytes; the weights go through shared memory as before.
+TorchRL's page on `VLLMWeightReceiver` shows where another RPC would go; in instep it goes there:
+one class with `call` on the trainer's side, and one function on the engine's. What they carry are
+requests of some kilobytes; the weights go through shared memory as before.
 
 The engine here is a `MemoryEngine`, so that this runs anywhere. Another takes its place as it is:
 `vllm.LLM(model=..., worker_extension_cls="instep.vllm.WorkerExtension")`.

@@ -1,4 +1,5 @@
-"""TorchRL's schemes with the trainer on one GPU and a vLLM on the other. TorchRL and Ray need not be there."""
+"""TorchRL's schemes with the trainer on one GPU and a vLLM on the other. TorchRL and Ray need not
+be there."""
 
 from __future__ import annotations
 
@@ -16,10 +17,19 @@ from gpu_models import PROMPTS, greedy, model, start, stop_vllm
 from gpus import OTHER
 
 from instep.dropin.answers import in_thread
-from instep.dropin.torchrl import VLLMDoubleBufferSyncScheme, VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme, get_model_metadata
+from instep.dropin.torchrl import (
+    VLLMDoubleBufferSyncScheme,
+    VLLMWeightReceiver,
+    VLLMWeightSender,
+    VLLMWeightSyncScheme,
+    get_model_metadata,
+)
 from instep.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: pip install 'instep[vllm]'",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +47,31 @@ def generated(llm: Any) -> Any:
 
 
 def meet(sender: VLLMWeightSender, receiver: VLLMWeightReceiver, metadata: Any) -> None:
-    for end in [in_thread(lambda: sender.init_all_workers_group(metadata)), in_thread(lambda: receiver.init_all_workers_group(metadata))]:
+    for end in [
+        in_thread(lambda: sender.init_all_workers_group(metadata)),
+        in_thread(lambda: receiver.init_all_workers_group(metadata)),
+    ]:
         end.result(120)
 
 
 @pytest.mark.parametrize("way", ["tcp", "pipe"])
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 def test_schemes_that_have_only_their_arguments_in_common(llm: Any, way: str, strategy: str) -> None:
-    """The engine is the policy's, which is found from a context. The trainer's weights are float32, the engine's bfloat16."""
+    """The engine is the policy's, which is found from a context. The trainer's weights are float32,
+    the engine's bfloat16."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        arguments: dict[str, Any] = {"master_port": probe.getsockname()[1], "strategy": strategy, "timeout": 60.0}
+        arguments: dict[str, Any] = {
+            "master_port": probe.getsockname()[1],
+            "strategy": strategy,
+            "timeout": 60.0,
+        }
     policy = torch.nn.Module()
     policy.model = llm
     context, trainer = SimpleNamespace(policy=policy), model("tiny", 1, "cuda:0").float()
-    sender, receiver = VLLMWeightSyncScheme(**arguments).create_sender(), VLLMWeightSyncScheme(**arguments).create_receiver()
+    sender, receiver = (
+        VLLMWeightSyncScheme(**arguments).create_sender(),
+        VLLMWeightSyncScheme(**arguments).create_receiver(),
+    )
     receiver.set_context(context)
     receiver.register_model("policy")
     if way == "pipe":
@@ -71,7 +92,11 @@ def test_schemes_that_have_only_their_arguments_in_common(llm: Any, way: str, st
 
 def test_sizes_and_devices_are_compared_with_what_is_there(llm: Any) -> None:
     metadata = get_model_metadata(model("tiny", 2, "cuda:0"))
-    for wrong, words in (({"gpus_per_replica": 2}, "has 1"), ({"num_replicas": 2}, "there are 1"), ({"device": 99}, "GPUs here")):
+    for wrong, words in (
+        ({"gpus_per_replica": 2}, "has 1"),
+        ({"num_replicas": 2}, "there are 1"),
+        ({"device": 99}, "GPUs here"),
+    ):
         with pytest.raises(ConfigError, match=words):
             VLLMWeightSyncScheme(**wrong).create_sender().init_all_workers_group(metadata, vllm_engine=llm)
     assert generated(llm) == llm.fresh

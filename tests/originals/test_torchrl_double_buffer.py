@@ -35,7 +35,10 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """TorchRL's receiver and trainer, each an actor."""
-    folder, place = model_folder(tmp_path_factory.mktemp("llama")), tmp_path_factory.mktemp("weights")
+    folder, place = (
+        model_folder(tmp_path_factory.mktemp("llama")),
+        tmp_path_factory.mktemp("weights"),
+    )
     config = {"remote_addr": str(place), "num_threads": 128, "strategy": "state_dict"}
     actors = torchrls_actors()
     with cluster():
@@ -48,7 +51,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def test_the_sequence_of_torchrls_own_test(page: Any) -> None:
-    """`test_weight_sync_vllm_double_buffer_ray`. The original's engine, an `AsyncVLLM`, loads nothing in it."""
+    """`test_weight_sync_vllm_double_buffer_ray`. The original's engine, an `AsyncVLLM`, loads
+    nothing in it."""
     before = get(page.trainer.get_first_param_sum.remote())
     assert get(page.trainer.update_weights.remote()) == "updated"
     assert get(page.receiver.poll_and_apply_weights.remote()) is True
@@ -65,7 +69,11 @@ def test_the_sequence_of_torchrls_own_test(page: Any) -> None:
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 def test_the_example_of_the_page(page: Any, tmp_path: Path, strategy: Any) -> None:
     scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path), num_threads=4, strategy=strategy)
-    assert (scheme.remote_addr, scheme.local_addr, scheme.num_threads) == (str(tmp_path), str(tmp_path), 4)
+    assert (scheme.remote_addr, scheme.local_addr, scheme.num_threads) == (
+        str(tmp_path),
+        str(tmp_path),
+        4,
+    )
     receiver = scheme.create_receiver(page.engine)
     with pytest.raises(SourceError, match="nothing was written"):
         receiver.poll_and_apply()

@@ -1,4 +1,5 @@
-"""What TorchRL's pages need: its own test actors with their imports changed, Ray on this machine, and a model with a tokenizer."""
+"""What TorchRL's pages need: its own test actors with their imports changed, Ray on this machine,
+and a model with a tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ CHANGED = {
 
 
 def torchrls_actors() -> Any:
-    """The classes of `torchrl.testing.ray_helpers`, which its own tests of weight updates run. Beside
+    """The classes of `torchrl.testing.ray_helpers`, which its own tests of weight updates run.
+    Beside
     the imports one thing is changed where there is no GPU: `.cuda()`."""
     from torchrl.testing import ray_helpers
 
@@ -44,19 +46,28 @@ def torchrls_actors() -> Any:
         text = text.replace(".cuda()", "")
     found: dict[str, Any] = {"__name__": "changed"}  # of no module: Ray sends such classes whole
     exec(text, found)
-    seen = {"__module__": "changed", "get_engine": lambda self: self.engine}  # which one of the two receivers has
+    seen = {
+        "__module__": "changed",
+        "get_engine": lambda self: self.engine,
+    }  # which one of the two receivers has
     found["WorkerVLLMDoubleBuffer"] = type("WorkerVLLMDoubleBuffer", (found["WorkerVLLMDoubleBuffer"],), seen)
     return type("Actors", (), found)
 
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """Ray on this machine. GPUs are numbers to it here, which TorchRL's actors ask for; the engines are within their actors' processes."""
+    """Ray on this machine. GPUs are numbers to it here, which TorchRL's actors ask for; the engines
+    are within their actors' processes."""
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent, here.parent / "integration", Path(instep.__file__).parents[1])))
     variables = {**SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
     ray.init(
-        num_cpus=2, num_gpus=4, include_dashboard=False, runtime_env={"env_vars": variables}, logging_level="ERROR", log_to_driver=False
+        num_cpus=2,
+        num_gpus=4,
+        include_dashboard=False,
+        runtime_env={"env_vars": variables},
+        logging_level="ERROR",
+        log_to_driver=False,
     )
     try:
         yield
@@ -79,11 +90,19 @@ def model_folder(folder: Path) -> str:
     from transformers import PreTrainedTokenizerFast
 
     save(tiny("llama", 1), folder)
-    vocabulary = {**{f"w{index}": index for index in range(WORDS)}, "<end>": END, "<unknown>": END + 1}
+    vocabulary = {
+        **{f"w{index}": index for index in range(WORDS)},
+        "<end>": END,
+        "<unknown>": END + 1,
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unknown>", pad_token="<end>", padding_side="left"
+        tokenizer_object=tokenizer,
+        eos_token="<end>",
+        unk_token="<unknown>",
+        pad_token="<end>",
+        padding_side="left",
     ).save_pretrained(folder)
     return str(folder)
 
@@ -109,7 +128,8 @@ class InnerCollector:
 
 
 def worker(orders: Connection, pipe: Connection, folder: str, arguments: dict[str, Any], metadata: Any) -> None:
-    """A process with a `vllm.LLM` and its receiver, as the page has them before TorchRL 0.11. It is told what to do by `orders`."""
+    """A process with a `vllm.LLM` and its receiver, as the page has them before TorchRL 0.11. It is
+    told what to do by `orders`."""
     from instep.dropin.torchrl import VLLMWeightSyncScheme
 
     os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING="0")

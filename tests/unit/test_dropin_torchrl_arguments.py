@@ -1,4 +1,5 @@
-"""Names and arguments of the drop-in for TorchRL: each does what it says, or is refused before anything moves."""
+"""Names and arguments of the drop-in for TorchRL: each does what it says, or is refused before
+anything moves."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ from instep.dropin.torchrl.collective import free_port
 from instep.engine.remote.rpc import Endpoint
 from instep.errors import ConfigError, PlanError, SourceError
 
-pytestmark = [pytest.mark.usefixtures("segments"), pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")]
+pytestmark = [
+    pytest.mark.usefixtures("segments"),
+    pytest.mark.filterwarnings("ignore:state_dict strategy is experimental"),
+]
 
 POOL = ThreadPoolExecutor(8)
 
@@ -72,9 +76,18 @@ def test_a_number_of_workers_that_an_engine_has_not_is_refused(said: int, has: i
 
 
 def test_the_world_is_the_trainer_and_each_worker() -> None:
-    for arguments, size in (({"gpus_per_replica": 2}, 3), ({"num_replicas": 2}, 3), ({"gpus_per_replica": 2, "num_replicas": 3}, 7)):
+    for arguments, size in (
+        ({"gpus_per_replica": 2}, 3),
+        ({"num_replicas": 2}, 3),
+        ({"gpus_per_replica": 2, "num_replicas": 3}, 7),
+    ):
         transport = VLLMWeightSyncScheme(master_port=12345, **arguments).create_transport()  # type: ignore[arg-type]
-        assert (transport.world_size, transport.rank, transport.master_address, transport.master_port) == (size, 0, "localhost", 12345)
+        assert (
+            transport.world_size,
+            transport.rank,
+            transport.master_address,
+            transport.master_port,
+        ) == (size, 0, "localhost", 12345)
 
 
 def test_the_transports_of_both_sides_meet() -> None:
@@ -135,6 +148,24 @@ def test_what_a_directory_holds_is_returned_as_tensors(tmp_path: Path) -> None:
     assert holds(engine) == "new"
 
 
+def test_the_double_buffer_s_engine_is_found_from_a_context_too(tmp_path: Path) -> None:
+    scheme, engine = VLLMDoubleBufferSyncScheme(str(tmp_path)), MemoryEngine(OLD)
+    sender, receiver = scheme.create_sender(), scheme.create_receiver()
+    sender.update_weights(NEW)
+    with pytest.raises(ConfigError, match="has no engine"):
+        receiver.poll_and_apply()
+    receiver.register_model("policy")
+    with pytest.raises(ConfigError, match="set_context"):
+        receiver.poll_and_apply()
+    receiver.set_context(SimpleNamespace(policy=engine))
+    assert receiver.poll_and_apply()
+    assert holds(engine) == "new"
+    with pytest.raises(ConfigError, match="no int is needed"):
+        receiver.register_worker_transport(3)
+    with pytest.raises(ConfigError, match="worker 0 needs no int"):
+        sender.register_worker(0, 3)
+
+
 class Actor:
     """As Ray's handle: `answer.remote(...)`, whose result has `future`."""
 
@@ -156,13 +187,22 @@ def test_engines_in_actors_are_reached_through_their_receiver() -> None:
     engines = [MemoryEngine(OLD), MemoryEngine(OLD)]
     scheme = VLLMWeightSyncScheme(num_replicas=2, timeout=20)
     sender = VLLMWeightSender(scheme)
-    receiver = VLLMWeightReceiver(scheme, SimpleNamespace(actors=[Actor(engine, number) for number, engine in enumerate(engines)]))
+    receiver = VLLMWeightReceiver(
+        scheme,
+        SimpleNamespace(actors=[Actor(engine, number) for number, engine in enumerate(engines)]),
+    )
     sender.register_model(NEW)
     for _ in range(2):
-        ends = [POOL.submit(sender.init_all_workers_group, METADATA), POOL.submit(receiver.init_all_workers_group, METADATA)]
+        ends = [
+            POOL.submit(sender.init_all_workers_group, METADATA),
+            POOL.submit(receiver.init_all_workers_group, METADATA),
+        ]
         for end in ends:
             end.result(60)
-        assert {each.engine for each in sender.update_weights().engines} == {"actor-00000000", "actor-11111111"}
+        assert {each.engine for each in sender.update_weights().engines} == {
+            "actor-00000000",
+            "actor-11111111",
+        }
         assert [holds(engine) for engine in engines] == ["new", "new"]
         assert receiver.poll_and_apply() is False
         sender.update_weights(OLD)
@@ -174,8 +214,18 @@ def test_engines_in_actors_are_reached_through_their_receiver() -> None:
     sender.shutdown()
 
 
-@pytest.mark.parametrize("name", ["SGLangWeightSyncScheme", "SGLangWeightSender", "SGLangCollectiveTransport", "make_vllm_worker"])
-def test_names_of_other_engines_can_be_imported_and_are_refused_when_they_are_called(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLangWeightSyncScheme",
+        "SGLangWeightSender",
+        "SGLangCollectiveTransport",
+        "make_vllm_worker",
+    ],
+)
+def test_names_of_other_engines_can_be_imported_and_are_refused_when_they_are_called(
+    name: str,
+) -> None:
     found = getattr(torchrl, name)
     with pytest.raises(ConfigError, match=f"has no {name}: "):
         found("http://localhost:30000", num_gpus=1)

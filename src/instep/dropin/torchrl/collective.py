@@ -26,15 +26,17 @@ Device = torch.device | str | int
 class VLLMWeightSyncScheme(Scheme):
     """Give both sides the same `master_port`, or make the scheme once and send it to both.
 
-    master_address, master_port: where the trainer listens for receivers; on the loopback, at a free port, by default.
+    master_address, master_port: where the trainer listens for receivers; on the loopback, at a free
+        port, by default.
     gpus_per_replica: how many workers each engine has (tensor × pipeline × data parallel). It is
         compared with what the engines say; with None it is not, and engines may differ.
     num_replicas: how many engines there are.
     device: a GPU of the trainer, by its index or name; it must be there where there are GPUs. The
         weights go out from wherever they are.
-    token: what a receiver must know to be let in. By default the environment's INSTEP_TOKEN or, without one, a token that this user's
-        processes on this machine share.
-    timeout: seconds that each phase may take on each engine, and that each side waits for the other.
+    token: what a receiver must know to be let in. By default the environment's INSTEP_TOKEN or,
+        without one, a token that this user's processes on this machine share.
+    timeout: seconds that each phase may take on each engine, and that each side waits for the
+        other.
     settings: the others of `instep.WeightSync`.
 
     Raises `ConfigError` for values that cannot be meant.
@@ -80,7 +82,8 @@ class VLLMWeightSyncScheme(Scheme):
         return TcpDoor(self.master_address, self.master_port, self.token, name)
 
     def create_transport(self, **unknown: Any) -> VLLMCollectiveTransport:
-        """The trainer's side without engines, as a transport. The original takes any keyword and drops it; here it is refused."""
+        """The trainer's side without engines, as a transport. The original takes any keyword and
+        drops it; here it is refused."""
         if unknown:
             raise ConfigError(f"create_transport takes no arguments, not {', '.join(unknown)}")
         return VLLMCollectiveTransport(
@@ -94,7 +97,8 @@ class VLLMWeightSyncScheme(Scheme):
         return VLLMWeightReceiver(self, vllm_engine)
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
-        """What a collector calls. If the sender has joined no engine yet, it joins that of the collector's policy."""
+        """What a collector calls. If the sender has joined no engine yet, it joins that of the
+        collector's policy."""
         if not self.sender.joined:
             model = self.sender.model if weights is None else weights
             if model is None or self.context is None:
@@ -112,7 +116,8 @@ def free_port() -> int:
 
 
 def gpu_index(device: Device) -> int | None:
-    """The GPU that a `device` names; None for the CPU. Raises `ConfigError` for what is no device."""
+    """The GPU that a `device` names; None for the CPU. Raises `ConfigError` for what is no
+    device."""
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -124,9 +129,11 @@ class VLLMCollectiveTransport:
     """One side of a scheme.
 
     master_address, master_port: where the trainer listens.
-    rank: 0 for the trainer; anything else is the engine's side, whose engine knows its ranks itself.
+    rank: 0 for the trainer; anything else is the engine's side, whose engine knows its ranks
+        itself.
     world_size: 1 + engines × workers of each.
-    device, settings: as for `VLLMWeightSyncScheme`, which has `token` and `timeout` too. None: GPU 0.
+    device, settings: as for `VLLMWeightSyncScheme`, which has `token` and `timeout` too. None: GPU
+        0.
     vllm_engine: the engine or engines; the trainer's side can do without, where receivers dial it.
     """
 
@@ -169,13 +176,15 @@ class VLLMCollectiveTransport:
             self._side = receiver
 
     def send_weights(self, model_id: str, weights: Any) -> None:  # noqa: ARG002
-        """As `VLLMWeightSender.update_weights`. model_id: there is one model in an engine, under whatever name."""
+        """As `VLLMWeightSender.update_weights`. model_id: there is one model in an engine, under
+        whatever name."""
         if not isinstance(self._side, VLLMWeightSender):
             raise ConfigError("rank 0 sends, once its init_all_workers_group has returned")
         self._side.update_weights(weights)
 
     def receive_weights(self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None) -> None:
-        """Nothing: weights come to the engine by themselves, as with the original. Arguments are refused."""
+        """Nothing: weights come to the engine by themselves, as with the original. Arguments are
+        refused."""
         if any(given is not None for given in (timeout, weights, model, strategy)):
             raise ConfigError("weights come to the engine by themselves: receive_weights takes no arguments")
 

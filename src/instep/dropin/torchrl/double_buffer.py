@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from instep.dropin.torchrl.context import FromContext
 from instep.dropin.torchrl.directory import Buffer, buffer, newest, write
 from instep.dropin.torchrl.scheme import LocalPush, Scheme, Strategy
 from instep.dropin.torchrl.weights import open_weights
@@ -56,7 +57,7 @@ class VLLMDoubleBufferSyncScheme(Scheme):
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
         return VLLMDoubleBufferWeightSender(self)
 
-    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
+    def create_receiver(self, vllm_engine: Any = None) -> VLLMDoubleBufferWeightReceiver:
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
@@ -131,6 +132,10 @@ class VLLMDoubleBufferWeightSender:
         """The model whose weights `update_weights()` writes. It is kept alive."""
         self.model = model
 
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """Refused: the directory is the way."""
+        raise ConfigError(f"weights go by {self._transport.remote_addr}: worker {worker_idx} needs no {type(pipe_or_context).__name__}")
+
     def update_weights(self, weights: Any = None) -> str:
         """Writes these weights, those of the registered model by default. Returns the version's name."""
         weights = self.model if weights is None else weights
@@ -142,16 +147,25 @@ class VLLMDoubleBufferWeightSender:
         """The directory stays."""
 
 
-class VLLMDoubleBufferWeightReceiver:
+class VLLMDoubleBufferWeightReceiver(FromContext):
     """The engine's side, in the engine's process.
 
     version: what was loaded last.
     """
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
-        self._transport = scheme.create_transport()
-        self._local = LocalPush(vllm_engine, scheme.settings)
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any = None) -> None:
+        super().__init__(vllm_engine)
+        self._transport, self._settings = scheme.create_transport(), scheme.settings
+        self._local: LocalPush | None = None
         self.version: str | None = None
+
+    def register_model(self, model_ref: Any) -> None:
+        super().register_model(model_ref)
+        self._local, self.version = None, None
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        """Refused: the directory is the way."""
+        raise ConfigError(f"weights come by {self._transport.local_addr}: no {type(pipe).__name__} is needed")
 
     def poll_and_apply(self, timeout: float | None = None) -> bool:
         """Loads the newest version if it is not loaded yet.
@@ -168,7 +182,7 @@ class VLLMDoubleBufferWeightReceiver:
                 raise SourceError(f"nothing was written to {self._transport.local_addr} yet")
             return timeout is None
         with closing(found):
-            self._local.push(found, found.version)
+            self._to_engine().push(found, found.version)
         self.version = found.version
         return True
 
@@ -176,4 +190,8 @@ class VLLMDoubleBufferWeightReceiver:
         """Brings weights at hand to the engine."""
         if not inplace:
             raise ValueError("an engine's weights are changed in place")
-        self._local.push(open_weights(weights))
+        self._to_engine().push(open_weights(weights))
+
+    def _to_engine(self) -> LocalPush:
+        self._local = self._local or LocalPush(self._engine(), self._settings)
+        return self._local

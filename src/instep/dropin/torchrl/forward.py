@@ -22,7 +22,13 @@ class Forward:
     It dials the trainer for `timeout` seconds: one that was given the actors never listens.
     """
 
-    def __init__(self, door: Callable[[str], TcpDoor], actor: Any, announced: Mapping[str, TensorMeta], timeout: float) -> None:
+    def __init__(
+        self,
+        door: Callable[[str], TcpDoor],
+        actor: Any,
+        announced: Mapping[str, TensorMeta],
+        timeout: float,
+    ) -> None:
         self.rpc, self.announced = RayRpc(actor), announced
         self.door = door(self.rpc.name)
         self.door.serve(self.answer)
@@ -53,7 +59,11 @@ class Forward:
 
     def _compare(self, payload: bytes) -> None:
         theirs, _ = msgspec.msgpack.decode(payload, type=Joining)
-        if different := differences({meta.name: meta for meta in theirs}, self.announced, ("at the trainer", "at the receiver")):
+        if different := differences(
+            {meta.name: meta for meta in theirs},
+            self.announced,
+            ("at the trainer", "at the receiver"),
+        ):
             raise PlanError(f"trainer and receiver were told of different models: {different}")
 
 

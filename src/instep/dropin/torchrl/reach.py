@@ -50,7 +50,8 @@ def in_actors(found: Any) -> bool:
 
 
 def engine_of(found: Any) -> Any:
-    """The engine of a policy, which holds it as `model`, as TorchRL's `vLLMWrapper` does; anything else as it is."""
+    """The engine of a policy, which holds it as `model`, as TorchRL's `vLLMWrapper` does; anything
+    else as it is."""
     return found.model if isinstance(found, nn.Module) and hasattr(found, "model") and not isinstance(found, Engine) else found
 
 
@@ -68,7 +69,8 @@ def door_of(pipe: Any) -> Door:
 
 
 def resolve(context: Any, path: str) -> Any:
-    """What a path such as `policy`, `env.transform[0]` or `models['actor']` leads to from `context`.
+    """What a path such as `policy`, `env.transform[0]` or `models['actor']` leads to from
+    `context`.
 
     Raises `ConfigError`, which says how far the path leads.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from instep.dropin.torchrl.context import FromContext
 from instep.dropin.torchrl.forward import Forward
-from instep.dropin.torchrl.reach import door_of, engine_of, in_actors, resolve
+from instep.dropin.torchrl.reach import door_of, engine_of, in_actors
 from instep.dropin.torchrl.scheme import LocalPush
 from instep.dropin.torchrl.weights import JOIN, Joining, Metadata, described, differences, open_weights
 from instep.engine import connect
@@ -27,22 +27,21 @@ if TYPE_CHECKING:
 AGAIN = 0.02  # seconds between two looks for a new version
 
 
-class VLLMWeightReceiver:
+class VLLMWeightReceiver(FromContext):
     """The engine's half of a scheme, with the methods of TorchRL's.
 
     vllm_engine: a `vllm.LLM`, an `AsyncLLM`, a policy that holds one as `model`, or whatever else
-        `WeightSync` takes. Engines in Ray actors, as `AsyncVLLM` has them, are reached by the trainer
-        itself or, where it was not given them, through this receiver: then nothing is waited for
-        here, and there is nothing that `poll_and_apply` could see.
+        `WeightSync` takes. Engines in Ray actors, as `AsyncVLLM` has them, are reached by the
+        trainer itself or, where it was not given them, through this receiver: then nothing is
+        waited for here, and there is nothing that `poll_and_apply` could see.
 
-    The way to the trainer is TCP, unless another one is registered, or has `answer` called (in the event loop of an `AsyncLLM`: awaits
-    `aanswer`).
+    The way to the trainer is TCP, unless another one is registered, or has `answer` called (in the
+    event loop of an `AsyncLLM`: awaits `aanswer`).
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any = None) -> None:
+        super().__init__(vllm_engine)
         self._scheme = scheme
-        self._model_ref = vllm_engine
-        self._context: Any = None
         self._doors: list[Door] = []
         self._came: Door | None = None  # the one that the trainer has come through
         self._forwards: list[Forward] = []
@@ -53,19 +52,12 @@ class VLLMWeightReceiver:
         self._seen: str | None = None
 
     def register_model(self, model_ref: Any) -> None:
-        """The engine, the policy that holds it, or the path of either from the context: `policy`,
-        `env.policies[0]`."""
-        self._model_ref, self._local = model_ref, None
-
-    def set_context(self, context: Any) -> None:
-        """Where a path starts. It is not kept alive, where Python can do without."""
-        try:
-            self._context = weakref.ref(context)
-        except TypeError:
-            self._context = lambda: context
+        super().register_model(model_ref)
+        self._local = None
 
     def register_worker_transport(self, pipe: Any) -> None:
-        """The way to the trainer: an end of a `multiprocessing.Pipe`, beside TCP, or a `Door` instead of it.
+        """The way to the trainer: an end of a `multiprocessing.Pipe`, beside TCP, or a `Door`
+        instead of it.
 
         Raises `ConfigError` for what is neither.
         """
@@ -75,7 +67,8 @@ class VLLMWeightReceiver:
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
         """Lets the trainer in, and returns when it has come. Its updates then arrive on their own.
 
-        Raises `TransportError` where no trainer comes in time, `PlanError` where it was told of another model.
+        Raises `TransportError` where no trainer comes in time, `PlanError` where it was told of
+        another model.
         """
         timeout, engine = self._scheme.timeout, engine_of(self._engine())
         self._announced = described(model_metadata)
@@ -155,7 +148,8 @@ class VLLMWeightReceiver:
         self._local.push(open_weights(weights))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Whether a version has arrived since the last call. Waits for one no longer than `timeout` seconds."""
+        """Whether a version has arrived since the last call. Waits for one no longer than `timeout`
+        seconds."""
         deadline = time.monotonic() + timeout
         while self._endpoint is None or self._endpoint.version == self._seen:
             if time.monotonic() >= deadline:
@@ -171,14 +165,3 @@ class VLLMWeightReceiver:
             door.close()
         for forward in self._forwards:
             forward.close()
-
-    def _engine(self) -> Any:
-        found = self._model_ref
-        if found is None:
-            raise ConfigError("this receiver has no engine", next_step="scheme.create_receiver(engine), or register_model")
-        if isinstance(found, str):
-            context = self._context() if self._context is not None else None
-            if context is None:
-                raise ConfigError(f"{found!r} is a path from a context, and there is none, or none any more", next_step="call set_context")
-            found = resolve(context, found)
-        return found

@@ -1,4 +1,5 @@
-"""Names of TorchRL that callers of its vLLM schemes import along, and that are refused when they are called."""
+"""Names of TorchRL that callers of its vLLM schemes import along, and that are refused when they
+are called."""
 
 from __future__ import annotations
 

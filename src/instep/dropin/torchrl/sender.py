@@ -27,7 +27,8 @@ logger = logging.getLogger("instep")
 
 
 class VLLMWeightSender:
-    """The trainer's half of a scheme, with the methods of TorchRL's. Made by `VLLMWeightSyncScheme.create_sender`."""
+    """The trainer's half of a scheme, with the methods of TorchRL's. Made by
+    `VLLMWeightSyncScheme.create_sender`."""
 
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
         self._scheme = scheme
@@ -48,7 +49,8 @@ class VLLMWeightSender:
         self.model = model
 
     def register_collector(self, collector: Any) -> None:
-        """After each update `collector.increment_version()` is called. An error there is logged, the update stands."""
+        """After each update `collector.increment_version()` is called. An error there is logged,
+        the update stands."""
         self._collectors.append(collector)
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
@@ -57,14 +59,17 @@ class VLLMWeightSender:
         self._workers[worker_idx] = reach(pipe_or_context)
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any = None) -> None:
-        """Finds the engines, and compares what their receivers were told of the model with `model_metadata`.
+        """Finds the engines, and compares what their receivers were told of the model with
+        `model_metadata`.
 
-        vllm_engine: an engine of this process, a policy that holds one, a receiver, an end of a pipe, an `Rpc`, the handle of a Ray
-            actor with a method `answer`, something with such handles in `.actors` (`AsyncVLLM`), or a list of these. Without it:
-            registered workers, or the receivers that dial the scheme's address.
+        vllm_engine: an engine of this process, a policy that holds one, a receiver, an end of a
+            pipe, an `Rpc`, the handle of a Ray actor with a method `answer`, something with such
+            handles in `.actors` (`AsyncVLLM`), or a list of these. Without it: registered workers,
+            or the receivers that dial the scheme's address.
 
-        Raises `TransportError` where a receiver does not come in time, `PlanError` where it was told of another model, `ConfigError`
-        where the scheme says another number of engines or of workers than there are.
+        Raises `TransportError` where a receiver does not come in time, `PlanError` where it was
+        told of another model, `ConfigError` where the scheme says another number of engines or of
+        workers than there are.
         """
         self.shutdown()
         announced, scheme = described(model_metadata), self._scheme
@@ -96,9 +101,11 @@ class VLLMWeightSender:
         return [*self._listener.accept(scheme.num_replicas, scheme.timeout)]
 
     def update_weights(self, weights: Any = None) -> Receipt:
-        """Brings every engine to these weights: a module, a TensorDict, a mapping; those of the registered model by default.
+        """Brings every engine to these weights: a module, a TensorDict, a mapping; those of the
+        registered model by default.
 
-        Raises what `WeightSync.push` raises. No byte has moved where the weights are not those that were announced.
+        Raises what `WeightSync.push` raises. No byte has moved where the weights are not those that
+        were announced.
         """
         if self._sync is None:
             raise ConfigError("call init_all_workers_group first")

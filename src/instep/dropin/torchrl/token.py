@@ -1,6 +1,8 @@
-"""What lets a receiver in that nobody gave a token to: one that the processes of a user on a machine share.
+"""What lets a receiver in that nobody gave a token to: one that the processes of a user on a
+machine share.
 
-TorchRL's page makes the scheme in both processes from the same arguments, and none of them is a secret.
+TorchRL's page makes the scheme in both processes from the same arguments, and none of them is a
+secret.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def _users_token() -> str:
             raise PermissionError(f"{folder} is open to other users")
         return _read_or_make(folder / "token")
     except OSError as error:
-        logger.warning("receivers in other processes need this scheme's token, which they cannot find by themselves: %s", error)
+        logger.warning(
+            "receivers in other processes need this scheme's token, which they cannot find by themselves: %s",
+            error,
+        )
         return secrets.token_hex(32)
 
 

@@ -1,4 +1,5 @@
-"""TorchRL's weight updaters, which GRPO recipes give to their collectors: `collector.weight_updater = vLLMUpdaterV2(engine)`.
+"""TorchRL's weight updaters, which GRPO recipes give to their collectors: `collector.weight_updater
+= vLLMUpdaterV2(engine)`.
 
 Needs TorchRL.
 """
@@ -29,14 +30,16 @@ with warnings.catch_warnings():
         _announced: Metadata | None = None
 
         def init(self, model_metadata: Metadata | None = None) -> None:
-            """model_metadata: what updates are compared with before they are sent, where it is given."""
+            """model_metadata: what updates are compared with before they are sent, where it is
+            given."""
             self._announced = model_metadata
             super().init(model_metadata)
 
         def push_weights(self, weights: Any) -> None:
             """weights: pairs of a name and a tensor, a mapping, a TensorDict or a module.
 
-            Raises `PlanError` where they are not what `init` was told of, and what the engine's `update_weights` raises.
+            Raises `PlanError` where they are not what `init` was told of, and what the engine's
+            `update_weights` raises.
             """
             if self.initialized_group is None:
                 raise ConfigError("call init first")
@@ -44,7 +47,10 @@ with warnings.catch_warnings():
             weights = weights if whole else dict(weights)
             if self._announced is not None:
                 source = AnnouncedSource()
-                source.source, source.announced = open_weights(weights, self._announced), described(self._announced)
+                source.source, source.announced = (
+                    open_weights(weights, self._announced),
+                    described(self._announced),
+                )
                 source.metadata()
             self.vllm_engine.update_weights(open_weights(weights, self._announced).tensors())
             self._call_post_hooks()
@@ -54,13 +60,15 @@ with warnings.catch_warnings():
             self.push_weights(transformers_model)
 
         def push_weights_from_transformers_optimized(self, transformers_model: Any, batch_size: int = 50) -> None:
-            """As `push_weights`. batch_size: 0 or more; whatever it says, an update is one, and is counted once."""
+            """As `push_weights`. batch_size: 0 or more; whatever it says, an update is one, and is
+            counted once."""
             if batch_size < 0:
                 raise ConfigError(f"batch_size must be 0 or more, not {batch_size}")
             self.push_weights(transformers_model)
 
         def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-            """What a collector calls. Every engine takes an update or none does: `worker_ids` is refused."""
+            """What a collector calls. Every engine takes an update or none does: `worker_ids` is
+            refused."""
             if worker_ids is not None:
                 raise ConfigError("every engine takes an update or none does: worker_ids cannot choose among them")
             if policy_or_weights is None:
@@ -73,12 +81,15 @@ with warnings.catch_warnings():
 
 
 class vLLMUpdater:
-    """`vLLMUpdater(vllm_engine=engine, v2=True)` makes a `vLLMUpdaterV2`. Raises `ConfigError` without
-    `v2=True`: the first version calls methods that vLLM's workers no longer have."""
+    """`vLLMUpdater(vllm_engine=engine, v2=True)` makes a `vLLMUpdaterV2`. Raises `ConfigError`
+    without `v2=True`: the first version calls methods that vLLM's workers no longer have."""
 
     def __new__(cls, *args: Any, v2: bool = False, **kwargs: Any) -> Any:
         if not v2:
-            raise ConfigError("vLLMUpdater's first version is not here", next_step="vLLMUpdater(vllm_engine=engine, v2=True)")
+            raise ConfigError(
+                "vLLMUpdater's first version is not here",
+                next_step="vLLMUpdater(vllm_engine=engine, v2=True)",
+            )
         if args or kwargs.keys() - {"vllm_engine"}:
             raise TypeError("with v2=True vLLMUpdater takes vllm_engine, by its name, and nothing else")
         return vLLMUpdaterV2(**kwargs)

@@ -49,12 +49,19 @@ class EngineActor(vllm_async._AsyncLLMEngine):  # type: ignore[misc]
 
 
 class AsyncVLLM(vllm_async.AsyncVLLM):  # type: ignore[misc]
-    """TorchRL's class with `EngineActor`s as replicas, unless another `actor_class` is given, and with
-    `init_weight_update_group` and `update_weights` over a push. Everything else is TorchRL's own."""
+    """TorchRL's class with `EngineActor`s as replicas, unless another `actor_class` is given, and
+    with `init_weight_update_group` and `update_weights` over a push. Everything else is TorchRL's
+    own."""
 
     _push: LocalPush | None = None
 
-    def __init__(self, engine_args: Any, num_replicas: int = 1, actor_class: Any = None, enable_prefix_caching: bool | None = None) -> None:
+    def __init__(
+        self,
+        engine_args: Any,
+        num_replicas: int = 1,
+        actor_class: Any = None,
+        enable_prefix_caching: bool | None = None,
+    ) -> None:
         with needed_by("TorchRL's AsyncVLLM"):
             import ray
 
@@ -92,7 +99,10 @@ class AsyncVLLM(vllm_async.AsyncVLLM):  # type: ignore[misc]
     def init_weight_update_group(self) -> None:
         """Readies `update_weights`. No group is made: workers read what a push offers them."""
         if not self._launched:
-            raise ConfigError("these engines were not started", next_step="AsyncVLLM.from_pretrained, or AsyncVLLM.launch")
+            raise ConfigError(
+                "these engines were not started",
+                next_step="AsyncVLLM.from_pretrained, or AsyncVLLM.launch",
+            )
         self._leave()
         self._push = LocalPush(self, {"cast": True})
 

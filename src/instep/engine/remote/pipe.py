@@ -1,6 +1,7 @@
 """An `Rpc` and a `Door` over the two ends of a `multiprocessing.Pipe`, one for each engine.
 
-Messages are msgpack: a pipe pickles nothing here. Reading and answering run on an event loop in a thread of their own.
+Messages are msgpack: a pipe pickles nothing here. Reading and answering run on an event loop in a
+    thread of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ STRANGE = "its pipe carries something else than requests and answers: a pipe for
 def checked(pipe: Connection) -> Connection:
     """Raises `ConfigError` for an end that cannot both read and write."""
     if pipe.closed or not (pipe.readable and pipe.writable):
-        raise ConfigError("this end of a pipe cannot both read and write", next_step="give an open end of multiprocessing.Pipe()")
+        raise ConfigError(
+            "this end of a pipe cannot both read and write",
+            next_step="give an open end of multiprocessing.Pipe()",
+        )
     return pipe
 
 
@@ -39,7 +43,8 @@ class End:
         self.pipe, self.loop, self.sending = pipe, LoopThread(name), threading.Lock()
 
     def read(self, take: Callable[[Frame], None], end: Callable[[str], None]) -> None:
-        """Calls `take` for each frame from now on, and `end` once with the reason why no more come."""
+        """Calls `take` for each frame from now on, and `end` once with the reason why no more
+        come."""
         self.loop.loop.call_soon_threadsafe(self.loop.loop.add_reader, self.pipe.fileno(), self._readable, take, end)
 
     def _readable(self, take: Callable[[Frame], None], end: Callable[[str], None]) -> None:
@@ -57,7 +62,8 @@ class End:
         end(why)
 
     async def send(self, frame: Frame) -> None:
-        """Raises `OSError` where nobody reads any more. A full pipe keeps a thread waiting, and not the loop."""
+        """Raises `OSError` where nobody reads any more. A full pipe keeps a thread waiting, and not
+        the loop."""
         await asyncio.to_thread(self._send, encode(frame))
 
     def _send(self, data: bytes) -> None:
@@ -120,7 +126,10 @@ class PipeDoor:
     def serve(self, answer: Answer) -> None:
         if self.end is None:
             self.end = End(self.pipe, "instep-pipe-door")
-            self.end.read(lambda frame: self._start(self._reply(frame, answer)), lambda why: self._gone(why, answer))
+            self.end.read(
+                lambda frame: self._start(self._reply(frame, answer)),
+                lambda why: self._gone(why, answer),
+            )
 
     def close(self) -> None:
         if self.end is not None:
