@@ -161,3 +161,25 @@ def test_torchrls_policy_wrapper_is_looked_through() -> None:
 def model_of(seed: int) -> Any:
     torch.manual_seed(seed)
     return qwen3()
+
+
+@pytest.mark.parametrize("announce", ["ours", "torchrl's"])
+def test_a_recipe_s_adapters_are_merged_beside_its_model(announce: str) -> None:
+    """GRPO's recipes register what `TransformersWrapper` holds, which is PEFT's by default."""
+    from peft import LoraConfig, get_peft_model
+    from torchrl.modules.llm import TransformersWrapper
+
+    torch.manual_seed(3)
+    adapted = get_peft_model(model_of(1), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    training = TransformersWrapper(adapted, pad_output=False, input_mode="tokens", generate=False)
+    before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    engine = TransformersEngine(model_of(1))
+    sender = ours.VLLMWeightSyncScheme(strategy="state_dict").create_sender()
+    sender.register_model(training.model)
+    metadata = (ours if announce == "ours" else theirs).get_model_metadata(training.model)
+    sender.init_all_workers_group(metadata, vllm_engine=engine)
+    sender.update_weights()
+    assert all(torch.equal(before[name], tensor) for name, tensor in training.model.state_dict().items())
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    assert torch.allclose(engine.model(tokens).logits, adapted(tokens).logits, atol=1e-4)
+    assert not torch.allclose(engine.model(tokens).logits, model_of(1)(tokens).logits, atol=1e-2)

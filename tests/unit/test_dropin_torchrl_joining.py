@@ -170,6 +170,21 @@ class TestFirstGeneration:
         receiver.shutdown()
         sender.shutdown()
 
+    def test_a_pipe_may_be_registered_again_by_whoever_comes_next(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        scheme, engine = VLLMWeightSyncScheme(timeout=20), MemoryEngine(OLD)
+        receiver = scheme.create_receiver(engine)
+        for weights, name in ((NEW, "new"), (LATER, "later"), (NEW, "new")):
+            receiver.register_worker_transport(theirs)
+            sender = scheme.create_sender()
+            sender.register_worker(0, ours)
+            sender.register_worker(0, ours)
+            sender.register_model(weights)
+            assert start(sender, [receiver], METADATA) == [None, None]
+            sender.update_weights()
+            assert holds(engine) == name
+        receiver.shutdown()
+
     def test_the_other_end_of_a_pipe_is_closed(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         sender = VLLMWeightSyncScheme(timeout=20).create_sender()

@@ -61,6 +61,8 @@ class VLLMWeightReceiver(FromContext):
 
         Raises `ConfigError` for what is neither.
         """
+        for door in self._doors:
+            door.close()
         beside = [self._scheme.create_door()] if isinstance(pipe, Connection) else []
         self._doors = [door_of(pipe), *beside]
 

@@ -1,18 +1,20 @@
 """An `Rpc` and a `Door` over the two ends of a `multiprocessing.Pipe`, one for each engine.
 
 Messages are msgpack: a pipe pickles nothing here. Reading and answering run on an event loop in a
-    thread of their own.
+thread of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -23,7 +25,8 @@ from instep.errors import ConfigError, EngineLost
 from instep.protocol import decode, encode
 
 SILENT = "nothing has come through its pipe"
-STRANGE = "its pipe carries something else than requests and answers: a pipe for weights must carry nothing else"
+STRANGE = "its pipe carries something else: a pipe for weights must carry nothing else"
+CLOSED = "closed its end of the pipe"
 
 
 def checked(pipe: Connection) -> Connection:
@@ -37,29 +40,35 @@ def checked(pipe: Connection) -> Connection:
 
 
 class End:
-    """One end of a pipe: whole frames, in both directions at once."""
+    """One end of a pipe: whole frames, in both directions at once.
 
-    def __init__(self, pipe: Connection, name: str) -> None:
-        self.pipe, self.loop, self.sending = pipe, LoopThread(name), threading.Lock()
+    take: called with this object for each frame. gone: called once, with the reason why no more come.
 
-    def read(self, take: Callable[[Frame], None], end: Callable[[str], None]) -> None:
-        """Calls `take` for each frame from now on, and `end` once with the reason why no more
-        come."""
-        self.loop.loop.call_soon_threadsafe(self.loop.loop.add_reader, self.pipe.fileno(), self._readable, take, end)
+    An end has one reader: a new `End` of the same pipe closes the one before.
+    """
 
-    def _readable(self, take: Callable[[Frame], None], end: Callable[[str], None]) -> None:
+    def __init__(self, pipe: Connection, take: Callable[[End, Frame], None], gone: Callable[[str], None]) -> None:
+        self.pipe, self.take, self.gone = pipe, take, gone
+        self.loop, self.sending, self.closed = LoopThread("instep-pipe"), threading.Lock(), False
+        if former := _readers.pop(pipe, None):
+            former.close()
+        _readers[pipe] = self
+        loop = self.loop.loop
+        loop.call_soon_threadsafe(loop.add_reader, pipe.fileno(), self._readable)
+
+    def _readable(self) -> None:
         try:
             frame = decode(self.pipe.recv_bytes(), Frame)
-        except (OSError, EOFError) as error:
-            self._end(end, f"closed its end of the pipe: {type(error).__name__}")
+        except (OSError, EOFError):
+            self._end(CLOSED)
         except msgspec.DecodeError:
-            self._end(end, STRANGE)
+            self._end(STRANGE)
         else:
-            take(frame)
+            self.take(self, frame)
 
-    def _end(self, end: Callable[[str], None], why: str) -> None:
+    def _end(self, why: str) -> None:
         self.loop.loop.remove_reader(self.pipe.fileno())
-        end(why)
+        self.gone(why)
 
     async def send(self, frame: Frame) -> None:
         """Raises `OSError` where nobody reads any more. A full pipe keeps a thread waiting, and not
@@ -72,43 +81,57 @@ class End:
 
     def close(self) -> None:
         """Reads no more. The pipe itself is its owner's."""
+        self.closed = True
         self.loop.close()
+
+
+_readers: WeakKeyDictionary[Connection, End] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_readers.clear)  # their threads are not in a child
 
 
 class PipeRpc:
     """The trainer's side. name: what errors and receipts call the engine."""
 
     def __init__(self, pipe: Connection, name: str = "pipe") -> None:
-        self.name = name
-        self.end = End(checked(pipe), "instep-pipe-rpc")
+        self.pipe, self.name = checked(pipe), name
+        self.end: End | None = None
+        self.opening = threading.Lock()
         self.numbers = itertools.count()
         self.waiting: dict[int, asyncio.Future[bytes]] = {}
         self.lost: str | None = None
-        self.end.read(self._answered, self._ended)
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        return await asyncio.wrap_future(self.end.loop.run(self._call(method, payload)))
-
-    async def _call(self, method: str, payload: bytes) -> bytes:
         if self.lost:
             raise EngineLost(self.lost)
+        with self.opening:
+            if self.end is None or self.end.closed:
+                self.end = End(self.pipe, self._answered, self._ended)
+            end = self.end
+        try:
+            return await asyncio.wrap_future(end.loop.run(self._call(end, method, payload)))
+        except asyncio.CancelledError:
+            if end.closed:  # not by the caller
+                raise EngineLost(f"{self.name}: the pipe is not read here any more") from None
+            raise
+
+    async def _call(self, end: End, method: str, payload: bytes) -> bytes:
         number = next(self.numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.waiting[number] = answer
         try:
-            await self.end.send(Frame(number, method, payload))
+            await end.send(Frame(number, method, payload))
             return await answer
         except OSError as error:
-            raise EngineLost(f"{self.name} closed its end of the pipe: {type(error).__name__}") from error
+            raise EngineLost(f"{self.name} {CLOSED}") from error
         finally:
             del self.waiting[number]
 
-    def _answered(self, frame: Frame) -> None:
+    def _answered(self, _: End, frame: Frame) -> None:
         if frame.number in self.waiting and not (answer := self.waiting[frame.number]).done():
             answer.set_result(frame.payload)
 
     def _ended(self, why: str) -> None:
-        self.lost = f"{self.name} {why}"
+        self.lost = f"{self.name} {why}" if why == CLOSED else f"{self.name}: {why}"
         for answer in self.waiting.values():
             if not answer.done():
                 answer.set_exception(EngineLost(self.lost))
@@ -124,30 +147,28 @@ class PipeDoor:
         self.running: set[asyncio.Task[Any]] = set()  # loops hold their tasks weakly
 
     def serve(self, answer: Answer) -> None:
-        if self.end is None:
-            self.end = End(self.pipe, "instep-pipe-door")
-            self.end.read(
-                lambda frame: self._start(self._reply(frame, answer)),
+        if self.end is None or self.end.closed:
+            self.end = End(
+                self.pipe,
+                lambda end, frame: self._start(self._reply(end, frame, answer)),
                 lambda why: self._gone(why, answer),
             )
 
     def close(self) -> None:
         if self.end is not None:
             self.end.close()
-            self.end = None
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self.running.add(task)
         task.add_done_callback(self.running.discard)
 
-    async def _reply(self, frame: Frame, answer: Answer) -> None:
-        self.problem, end = None, self.end
+    async def _reply(self, end: End, frame: Frame, answer: Answer) -> None:
+        self.problem = None
         payload = await answer(frame.method, frame.payload)
         with suppress(OSError):  # the reader sees it too
-            if end is not None:
-                await end.send(Frame(frame.number, "", payload))
+            await end.send(Frame(frame.number, "", payload))
 
     def _gone(self, why: str, answer: Answer) -> None:
-        self.problem = f"the trainer {why}" if why != STRANGE else STRANGE
+        self.problem = f"the trainer {why}" if why == CLOSED else why
         self._start(answer(GONE, b""))
