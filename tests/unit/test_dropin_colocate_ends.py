@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from colocate_example import TrainingActor
 from rlhf_workers import Engine
 from toys import attention
 
+from instep.dropin import colocate_wire
 from instep.dropin.answers import in_thread
 from instep.dropin.colocate_wire import Bucket, Buffer, End, Item, message_of, open_line
 from instep.dropin.vllm_rlhf import ColocateSender
@@ -53,6 +55,29 @@ def test_vllms_own_trainer_half_updates_the_engine(engine: Engine, trainer: Trai
         trainer.update_weights()
         assert taking.result(20)[0]["committed"]
         assert engine.serves(seed)
+
+
+def test_an_address_that_an_earlier_run_has_left_is_used_again(
+    engine: Engine, trainer: TrainingActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own half binds when the worker waits already."""
+    handles = trainer.get_zmq_handles()
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(trainer.zmq_handle.removeprefix("ipc://"))
+    left.close()
+    taking = engine.starts("update_weights_from_ipc", handles)
+    time.sleep(1.5)
+    assert not taking.done()
+    trainer.has(attention(2).items())
+    trainer.update_weights()
+    taking.result(20)
+    assert engine.serves(2)
+    monkeypatch.setattr(colocate_wire, "GRACE", 1.0)
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(trainer.get_zmq_handles()[trainer.device_uuid].removeprefix("ipc://"))
+    left.close()
+    with pytest.raises(Exception, match="the trainer is gone"):
+        engine.call("update_weights_from_ipc", {trainer.device_uuid: trainer.zmq_handle})
 
 
 @pytest.mark.parametrize("wrong", ["a dtype", "a name that comes twice"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from instep.dropin.colocate_wire import Answer, Bucket, Buffer, End, Item, Line, Message, open_line
+from instep.dropin.colocate_wire import FOLDER, Answer, Bucket, Buffer, End, Item, Line, Message, open_line
 from instep.dropin.communicator import DEADLINE, sum_of
 from instep.dropin.handles import SEGMENT, device_id, share
 from instep.errors import SourceError, TransportError, by_name
@@ -46,7 +46,7 @@ class ColocateSender:
         """An address for the worker, in a folder that no other user can enter. It serves one update."""
         self.close()
         with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="instep-"))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER))
             self._line = stack.enter_context(open_line("REQ", f"the worker on {self.report_device_id()}", linger=0))
             address = f"ipc://{Path(folder) / uuid.uuid4().hex[:8]}"
             self._line.socket.bind(address)

@@ -20,6 +20,9 @@ from instep.extras import needed_by
 from instep.protocol import ITEM_BYTES, Fault, TensorMeta, decode, dtype_name, encode
 
 LOOK = 0.5  # seconds between two looks for the other side
+GRACE = 10.0  # seconds in which vLLM's own trainer half has to bind an address that is there already
+FOLDER = "instep-"
+"""How the names of senders' folders begin."""
 
 
 class Buffer(msgspec.Struct, frozen=True, tag=True):
@@ -100,6 +103,7 @@ class Line:
 
         self.socket, self.other, self.gone = socket, other, False
         self.path: Path | None = None
+        self.opened = time.monotonic()
         self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
 
     def connect(self, address: str) -> None:
@@ -130,14 +134,22 @@ class Line:
                 raise TransportError(silent)
 
     def _is_gone(self) -> bool:
-        """Whether the other side has left, or has died before: then its address is there and does not answer."""
+        """Whether the other side has left, or has died before: then its address is there and does not answer.
+
+        An address that is no `ColocateSender`'s may be of an earlier run, and in use again in a moment.
+        """
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
         while self.monitor.poll(0):
             left = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_DISCONNECTED
-            self.gone |= left or (self.path is not None and self.path.exists())
+            self.gone |= left or self._is_left_over()
         return self.gone
+
+    def _is_left_over(self) -> bool:
+        if self.path is None or not self.path.exists():
+            return False
+        return self.path.parent.name.startswith(FOLDER) or time.monotonic() - self.opened > GRACE
 
     def refuse(self, error: Exception) -> None:
         """Answers a trainer that waits; one that was silent is not waited for.
