@@ -228,9 +228,29 @@ def nccl() -> Finding:
     return Finding("NCCL", "ok", text)
 
 
+SANDBOXES = {
+    "full": "programs that models write run in namespaces of their own",
+    "partial": "no namespaces: Landlock and a filter of calls keep programs that models write",
+    "none": "nothing keeps programs that models write from this machine, so none is run",
+}
+
+
+def sandbox() -> Finding:
+    """What keeps the programs of `PythonTool` and `CodeTests`; tried with one."""
+    from instep.generation.sandbox import level, reasons
+    from instep.generation.sandbox.kept import advice
+
+    try:
+        found, why = level(), reasons()
+    except InstepError as error:
+        return Finding("sandbox", "warn", f"no program can be run: {str(error).partition(chr(10))[0]}", error.next_step or "see the reason")
+    text = f"{found}: {SANDBOXES[found]}" + "".join(f"; {name}: {reason}" for name, reason in why.items())
+    return Finding("sandbox", "ok", text) if found == "full" else Finding("sandbox", "warn", text, advice(found))
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     python, packages, companions, transformers, demo, vllm, httpx, compiler, worker_extension,
-    plugins, shared_memory, leftovers, loopback, cores, gpus, nccl,
+    plugins, shared_memory, leftovers, loopback, cores, gpus, nccl, sandbox,
 )  # fmt: skip
 
 

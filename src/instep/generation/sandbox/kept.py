@@ -104,15 +104,18 @@ def require(least: Level) -> None:
     why = "; ".join(f"{level}: {reason}" for level, reason in _reasons.items())
     raise ConfigError(
         f"no program was run: this machine gives the sandbox {_keeper().level!r}, and {least!r} is the least that is accepted ({why})",
-        next_step=ADVICE.format(accepted=_keeper().level),
+        next_step=advice(_keeper().level),
     )
 
 
-ADVICE = (
-    "let this process make user namespaces (on a host: sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; "
-    "in Docker: --security-opt seccomp=unconfined --security-opt systempaths=unconfined, or --cap-add SYS_ADMIN), or accept less with "
-    'SandboxLimits(sandbox="{accepted}"), where docs/generation.md says what that does not protect from'
-)
+def advice(given: Level) -> str:
+    """What to do where a machine gives no more than this level."""
+    return (
+        "let this process make user namespaces (on a host: sysctl user.max_user_namespaces, "
+        "kernel.apparmor_restrict_unprivileged_userns=0; "
+        "in a container: --security-opt seccomp=unconfined or --cap-add SYS_ADMIN), or accept less with "
+        f'SandboxLimits(sandbox="{given}"): docs/generation.md has what that does not protect from'
+    )
 
 
 async def kept(least: Level) -> Keeper:

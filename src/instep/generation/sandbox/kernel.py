@@ -73,13 +73,18 @@ def prctl(option: int, *values: int) -> None:
 def drop_capabilities() -> None:
     """Drops all of them, and the way to any: no program that this process starts gains privileges."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
+    drop_bounds()
+    header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
+    _checked("capset", _libc.capset(header, bytes(24)))
+
+
+def drop_bounds() -> None:
+    """Drops what capabilities a program that this process starts may have."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
-        except OSError:  # there is no such capability, or this process had none to begin with
-            break
-    header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
-    _checked("capset", _libc.capset(header, bytes(24)))
+        except OSError:  # there is no such capability, or this process has lost the right to drop any
+            return
 
 
 def filter_calls(program: bytes) -> None:

@@ -91,6 +91,7 @@ def become_user(number: int) -> None:
     """Makes this process a user that nobody is. Nothing changes unless root does this."""
     if os.geteuid() != 0:
         return
+    kernel.drop_bounds()
     os.setgroups([])
     for user in (user_of(number), NOBODY):
         try:

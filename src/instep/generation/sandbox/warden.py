@@ -160,11 +160,11 @@ class Warden:
         """Turns this process into the program, or into the first process of its namespace. Never returns."""
         try:
             walls.end_with_parent(saying)
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
             files = {"main.py": self.job["program"].encode(errors="replace"), "stdin": self.job["stdin"].encode(errors="replace")}
             if self.full:
                 owner = None if self.setup["users"] else self.number
                 walls.mount_private(self.job["disk"] + sum(map(len, files.values())), owner)
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # after the user has changed: the program must not reach into this process
             for name, content in files.items():
                 with open(os.path.join(self.folder, name), "wb") as file:
                     file.write(content)
