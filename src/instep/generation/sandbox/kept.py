@@ -110,6 +110,8 @@ def require(least: Level) -> None:
 
 def advice(given: Level) -> str:
     """What to do where a machine gives no more than this level."""
+    if any("libseccomp" in reason for reason in _reasons.values()):
+        return "install the library libseccomp: `apt-get install libseccomp2`, or `dnf install libseccomp`"
     return (
         "let this process make user namespaces (on a host: sysctl user.max_user_namespaces, "
         "kernel.apparmor_restrict_unprivileged_userns=0; "

@@ -64,7 +64,7 @@ class Warden:
             for descriptor in (printing, saying, *([] if self.channel is None else [self.channel])):
                 os.close(descriptor)
             end = self._watch(child, printed, started + self.job["seconds"])
-            os.kill(child, signal.SIGKILL)  # it has not been waited for, so the number is still its own
+            self._kill(child)
             status = os.waitpid(child, 0)[1]  # in namespaces, when all processes in them are gone
             report = self._report(end, status, said)
             self._take(printed)
@@ -79,6 +79,15 @@ class Warden:
         data = json.dumps(report).encode() + b"\n" + self.output[: self.job["output"]]
         while data:
             data = data[os.write(self.asker, data) :]
+
+    def _kill(self, child: int) -> None:
+        """Kills the program, which has not been waited for, so that its number is still its own; without a wall, its children too."""
+        os.kill(child, signal.SIGKILL)
+        if not self.full:
+            try:
+                os.killpg(child, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
 
     def _enter(self) -> None:
         """Brings this process to where the program is, all but its processes."""
