@@ -1,5 +1,6 @@
 """What keeps one program within its limits: a fork of the keeper, which imports this (standard library only)."""
 
+import contextlib
 import json
 import os
 import select
@@ -16,7 +17,7 @@ else:
     import walls
 
 ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1",
+    "USER": "sandbox", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
 }  # fmt: skip
 CHANNEL = 3
@@ -84,10 +85,8 @@ class Warden:
         """Kills the program, which has not been waited for, so that its number is still its own; without a wall, its children too."""
         os.kill(child, signal.SIGKILL)
         if not self.full:
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
 
     def _enter(self) -> None:
         """Brings this process to where the program is, all but its processes."""
