@@ -66,18 +66,28 @@ def test_an_address_that_an_earlier_run_has_left_is_used_again(
     left.bind(trainer.zmq_handle.removeprefix("ipc://"))
     left.close()
     taking = engine.starts("update_weights_from_ipc", handles)
-    time.sleep(1.5)
+    time.sleep(2.5)
     assert not taking.done()
     trainer.has(attention(2).items())
     trainer.update_weights()
     taking.result(20)
     assert engine.serves(2)
-    monkeypatch.setattr(colocate_wire, "GRACE", 1.0)
+    monkeypatch.setattr(colocate_wire, "GRACE", 1.5)
     left = socket.socket(socket.AF_UNIX)
     left.bind(trainer.get_zmq_handles()[trainer.device_uuid].removeprefix("ipc://"))
     left.close()
     with pytest.raises(Exception, match="the trainer is gone"):
         engine.call("update_weights_from_ipc", {trainer.device_uuid: trainer.zmq_handle})
+
+
+def test_a_trainer_that_binds_late_is_waited_for(engine: Engine, trainer: TrainingActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colocate_wire, "GRACE", 1.5)
+    trainer.has(attention(2).items())
+    taking = engine.starts("update_weights_from_ipc", trainer.get_zmq_handles())
+    time.sleep(3)
+    trainer.update_weights()
+    taking.result(20)
+    assert engine.serves(2)
 
 
 @pytest.mark.parametrize("wrong", ["a dtype", "a name that comes twice"])

@@ -103,7 +103,7 @@ class Line:
 
         self.socket, self.other, self.gone = socket, other, False
         self.path: Path | None = None
-        self.opened = time.monotonic()
+        self.since: float | None = None  # the address is there
         self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
 
     def connect(self, address: str) -> None:
@@ -134,22 +134,22 @@ class Line:
                 raise TransportError(silent)
 
     def _is_gone(self) -> bool:
-        """Whether the other side has left, or has died before: then its address is there and does not answer.
+        """Whether the other side has left, or has died before: then its address is there for a while and does not answer.
 
         An address that is no `ColocateSender`'s may be of an earlier run, and in use again in a moment.
         """
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
+        there, refused = self.path is not None and self.path.exists(), False
         while self.monitor.poll(0):
             left = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_DISCONNECTED
-            self.gone |= left or self._is_left_over()
+            self.gone, refused = self.gone or left, refused or not left
+        self.since = (self.since or time.monotonic()) if there else None
+        if refused and self.since is not None and self.path is not None:  # since the look before this one, and it was there then
+            own = self.path.parent.name.startswith(FOLDER)
+            self.gone |= time.monotonic() - self.since > (2 * LOOK if own else GRACE)
         return self.gone
-
-    def _is_left_over(self) -> bool:
-        if self.path is None or not self.path.exists():
-            return False
-        return self.path.parent.name.startswith(FOLDER) or time.monotonic() - self.opened > GRACE
 
     def refuse(self, error: Exception) -> None:
         """Answers a trainer that waits; one that was silent is not waited for.
