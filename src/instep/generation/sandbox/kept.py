@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from instep.errors import ConfigError, MissingExtra
@@ -20,6 +21,8 @@ from instep.generation.sandbox.limits import LEVELS, Level
 from instep.generation.sandbox.programs import trial
 
 KEEPER = Path(__file__).with_name("keeper.py")
+PARTS = ("bin", "include", "lib", "lib64", "pyvenv.cfg", "share", "ssl")
+"""What of an interpreter's folder programs see. It may hold a project too, or a pip.conf with a password."""
 START = 20.0
 """Seconds for a keeper to come up."""
 
@@ -76,9 +79,11 @@ class Keeper:
     def close(self) -> None:
         """Ends it; its wardens end with those who asked them."""
         atexit.unregister(self.close)
-        self.control.close()
         if self.owner == os.getpid():
+            with suppress(OSError):
+                self.control.shutdown(socket.SHUT_RDWR)  # closing is not enough where a forked child has it too
             self.process.wait(START)
+        self.control.close()
 
 
 _lock = threading.Lock()
@@ -184,5 +189,6 @@ def folders() -> list[str]:
         found.append(str(executable))
         executable = executable.parent / os.readlink(executable)
     prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.base_prefix))
-    folders = dict.fromkeys(prefix for prefix in prefixes if prefix not in ("/", "/usr"))
-    return [*folders, *(link for link in found if not any(link.startswith(f"{folder}/") for folder in (*folders, "/usr")))]
+    outside = dict.fromkeys(prefix for prefix in prefixes if not f"{prefix}/".startswith("/usr/"))
+    parts = [path for prefix in outside for part in PARTS if os.path.lexists(path := os.path.join(prefix, part))]
+    return [*parts, *(link for link in found if not any(link.startswith(f"{part}/") for part in (*parts, "/usr")))]
