@@ -183,8 +183,8 @@ class ModuleSource:
 
     @property
     def merged(self) -> bool:
-        """Tell whether the values of this moment have an adapter merged into them."""
-        return self._current().live.applies_adapters()
+        """Tell whether the values that were read last have an adapter merged into them."""
+        return (self._snapshot or self._current()).live.applies_adapters()
 
     def _current(self) -> Snapshot:
         """The snapshot, taken anew after a change of structure. To look takes half a millisecond, a new one some hundred."""
