@@ -78,6 +78,8 @@ RIGHT: list[tuple[str, str, list[Any], float]] = [
     ("operators of its own class", python("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n    def __eq__(self, o): return self.x == o.x\n    def __lt__(self, o): return self.x < o.x\n    def __len__(self): return self.x\n    def __repr__(self): return f'V({self.x})'"), ["assert V(1) + V(2) == V(3)", "assert V(1) < V(2)", "assert len(V(3)) == 3", "assert repr(V(1)) == 'V(1)'", "assert not V(1) == V(2)", "assert sorted([V(2), V(1)])[0].x == 1"], 1.0),
     ("a tree that the tests build", python("def depth(n): return 0 if n is None else 1 + max(depth(n.left), depth(n.right))\ndef flip(n):\n    n.left, n.right = n.right, n.left\n    return n"), ["class Node:\n    def __init__(self, left=None, right=None):\n        self.left, self.right = left, right", "assert depth(Node(Node(), None)) == 2", "n = Node(Node())\nassert flip(n) is n and n.left is None and n.right is not None"], 1.0),
     ("a check function", python(DOUBLE), ["def check(candidate):\n    assert candidate(1) == 2\n    assert candidate('a') == 'aa'\ncheck(double)"], 1.0),
+    ("unittest", python("import unittest\ndef f(): return 1"), ["unittest.TestCase().assertEqual(f(), 1)"], 1.0),
+    ("its own queue", python("class Q:\n    def put(self, x): self.x = x\n    def get(self): return self.x\nqueue = Q()"), ["queue.put(2)\nassert queue.get() == 2"], 1.0),
     ("the name of a builtin", python("def sum(x):\n    return 0\ndef f(): return [1, 2]"), ["assert sum(f()) == 3"], 1.0),
 ]  # fmt: skip
 
@@ -126,6 +128,10 @@ WRONG: list[tuple[str, str, list[Any], float]] = [
     ("a value of a library that equals all", python("from unittest.mock import ANY, _ANY\ndef f(): return ANY\ng = _ANY"), ["assert f() == 2", "assert g() == 2"], 0.0),
     ("reaches for the tests through their function", python("def f(key):\n    key.__globals__['f'] = 1\n    return key.__code__.co_consts"), ["assert f(lambda x: 7)[1] == 7"], 0.0),
     ("asks the judge for more than it was given", python("import __main__\ndef f(key):\n    peer = key._peer\n    return peer.ask('get', 0, '__globals__')"), ["assert f(lambda x: x)['f']"], 0.0),
+    ("gives the tests names that they did not ask for", python("import __main__\ndef double(x): return 1\ndef answer(*_): return {'all': ('value', lambda x: True), 'double': ('value', double)}\nreal = __main__.Peer.perform\n__main__.Peer.perform = lambda self, do, on, *a: answer() if (do, on) == ('call', 0) else real(self, do, on, *a)"), ["assert all([double(2) == 4])"], 0.0),
+    ("gives a name a private member of a library", python("import __main__\n__main__.described = lambda v: ('member', 'random', '_os')\ndef f(): return 1"), ["assert f.getpid()", "assert f.path"], 0.0),
+    ("its own unittest", python("class unittest:\n    class TestCase:\n        def assertEqual(self, a, b): pass\ndef f(): return 1"), ["unittest.TestCase().assertEqual(f(), 2)"], 0.0),
+    ("lists without an end", python("def f():\n    while True: yield 0"), ["assert 1 in f()"], 0.0),
     ("a fork that answers later", python("import os\nif os.fork() == 0:\n    while True: pass\nprint(2)"), TWO, 0.0),
     ("a wrong type", python("def double(x): return str(2 * x)"), DOUBLES, 0.0),
     ("syntax", python("def double(x:"), DOUBLES, 0.0),

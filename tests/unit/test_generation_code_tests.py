@@ -29,7 +29,7 @@ def test_a_right_answer_gets_its_point(answer: str, tests: list[Any], right: flo
 
 @pytest.mark.parametrize(("answer", "tests", "wrong"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
 def test_a_wrong_or_hostile_answer_gets_none(answer: str, tests: list[Any], wrong: float) -> None:
-    assert score(FAST, answer, tests) == wrong
+    assert score(CodeTests(SandboxLimits(seconds=4.0, output=1 << 20)), answer, tests) == wrong
 
 
 CODE = "I think:\n```python\ndef wrong(): ...\n```\nNo:\n```py\ndef double(x):\n    return 2 * x\n```\nDone."

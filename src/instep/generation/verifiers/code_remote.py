@@ -24,9 +24,14 @@ SHARED = frozenset({
     "operator", "random", "re", "statistics", "string", "typing",
 })  # fmt: skip
 """Modules whose members a solution imports for its tests too. None is equal to everything, as one of `unittest.mock` is."""
-LIBRARIES = {name: name for name in sorted(SHARED | {"numpy", "pandas", "pytest"})} | {"np": "numpy", "pd": "pandas"}
+LIBRARIES = {name: name for name in sorted(SHARED | {
+    "base64", "contextlib", "hashlib", "inspect", "io", "numpy", "os", "pandas", "pathlib", "pytest", "sys", "time", "unittest", "warnings",
+})} | {"np": "numpy", "pd": "pandas"}  # fmt: skip
 """Names of modules. Where a test takes a member of one, it is the module's, whatever the solution calls so."""
-COMPARISONS = {"isclose": "math", "allclose": "numpy", "array_equal": "numpy", "approx": "pytest"}
+COMPARISONS = {
+    "isclose": "math", "allclose": "numpy", "array_equal": "numpy", "approx": "pytest", "raises": "pytest",
+    **dict.fromkeys(("assert_allclose", "assert_almost_equal", "assert_array_equal", "assert_equal"), "numpy.testing"),
+}  # fmt: skip
 """Functions, and the module of each, to which a solution gives no meaning of its own."""
 MODULES = frozenset(sys.stdlib_module_names) | {"numpy", "pandas", "scipy", "sympy", "torch"}
 PREDICATES = frozenset(name for kind in (str, bytes, set, float) for name in dir(kind) if name.startswith(("is", "startswith", "endswith")))
@@ -219,20 +224,28 @@ def judge() -> None:
     os._exit(0)
 
 
+def member(home: str, name: str) -> Any:
+    """A function or class of a shared module; None for what is none."""
+    found = None if home not in SHARED or name.startswith("_") else getattr(importlib.import_module(home), name, None)
+    return found if callable(found) else None
+
+
 def fetch(peer: "Peer", test: str, space: dict[str, Any], given: dict[str, Any]) -> None:
     """Gives a test the names of the solution that it uses, and that no test has given another meaning."""
     tree = ast.parse(test)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     bases = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    wanted = [name for name in used if not hasattr(builtins, name) and (name not in space or space[name] is given.get(name, space))]
-    for name, (kind, *what) in (peer.ask("call", 0, "", (sorted(wanted),)) if wanted else {}).items():
+    wanted = {name for name in used if not hasattr(builtins, name) and (name not in space or space[name] is given.get(name, space))}
+    answered = peer.ask("call", 0, "", (sorted(wanted),)) if wanted else {}
+    for name in wanted & set(answered):
+        kind, *what = answered[name]
         value: Any
         if name in bases and name in LIBRARIES:
             value = importlib.import_module(LIBRARIES[name])
         elif name in COMPARISONS:
             value = getattr(importlib.import_module(COMPARISONS[name]), name)
         elif kind == "member":
-            value = getattr(importlib.import_module(what[0]), what[1]) if what[0] in SHARED else None
+            value = member(*what)
         elif kind == "module":
             value = importlib.import_module(what[0]) if what[0].partition(".")[0] in MODULES else None
         else:
