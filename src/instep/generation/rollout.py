@@ -17,6 +17,7 @@ from msgspec import structs
 
 from instep.errors import ConfigError, GenerationError
 from instep.generation.budget import Limits, room, shorten, truncate, turn_tokens
+from instep.generation.overtime import in_time
 from instep.generation.parsers import ToolParser, readable
 from instep.generation.sampling import Sampling
 from instep.generation.text import Tokenizer, clean, told
@@ -37,6 +38,10 @@ from instep.generation.waiting import Interrupt, abandon, contained, is_for_us
 
 logger = logging.getLogger(__name__)
 
+SHORT = 1000
+"""Characters of a turn that any parser reads in no time. With some of vLLM's, time grows with the square of the length."""
+READING = 5.0
+"""Seconds in which the calls of a longer turn must be found."""
 GRACE = 10.0
 """Seconds in which an engine must hand over what an aborted turn has sampled."""
 
@@ -152,7 +157,7 @@ class _Turns:
             ended = completion.finish_reason
             if parser is None or ended not in ("stop", "length") or not completion.token_ids or self.room() == 0:
                 return ended
-            calls = self.read(parser, completion, definitions)
+            calls = await self.read(parser, completion, definitions)
             if not calls:
                 return ended
             told = self.calls > self.harness.limits.max_tool_calls
@@ -167,12 +172,17 @@ class _Turns:
             if not self.observe(parser, records):
                 return "length"
 
-    def read(self, parser: ToolParser, completion: Completion, definitions: list[ToolDefinition]) -> list[ToolCall]:
-        """The calls of a turn. A parser that raises has found one that cannot be read."""
+    async def read(self, parser: ToolParser, completion: Completion, definitions: list[ToolDefinition]) -> list[ToolCall]:
+        """The calls of a turn. A parser that raises or takes too long has found one that cannot be read."""
         self.doing = "what the model said could not be read"
         text = self.harness.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
         try:
-            calls = parser.parse(text, definitions)
+            if len(text) <= SHORT:
+                calls = parser.parse(text, definitions)
+            else:
+                calls = await in_time(lambda: parser.parse(text, definitions), READING)
+        except TimeoutError:
+            calls = [ToolCall("", error=f"the tool call could not be read in {READING:g} seconds")]
         except Exception as error:
             calls = [ToolCall("", error=f"the tool call could not be read: {told(error)}")]
         return [readable(call) for call in calls]

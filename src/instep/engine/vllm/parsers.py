@@ -13,7 +13,7 @@ from instep.errors import ConfigError
 
 MARKER = re.compile(r"(tool_calls?_(start|begin)|bot)_token")
 """How vLLM's parsers name the text that a call starts with."""
-JSON_CALL = re.compile(r'"name"\s*:[\s\S]*"(arguments|parameters)"\s*:|<tool_call>|<function')
+NAME, ARGUMENTS = re.compile(r'"name"\s*+:'), re.compile(r'"(?:arguments|parameters)"\s*+:')
 
 KEPT = 64
 """Parsers are made for a set of tools, which takes up to 0.1 s, and kept for so many sets."""
@@ -41,16 +41,23 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
     logging.getLogger(kind.__module__).setLevel(logging.CRITICAL)
 
     @lru_cache(KEPT)
-    def prepared(definitions: str) -> tuple[Any, Any]:
-        request = ChatCompletionRequest(model="", messages=[], tools=json.loads(definitions))
-        return kind(tokenizer, request.tools), request
+    def idle(definitions: str) -> list[Any]:  # noqa: ARG001
+        """Parsers of these tools that nobody uses: one reads a text at a time, and texts may be read in several threads."""
+        return []
 
     def extract(text: str, tools: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
-        parser, request = prepared(json.dumps(tools, sort_keys=True))
+        definitions = json.dumps(tools, sort_keys=True)
+        kept = idle(definitions)
+        try:
+            parser, request = kept.pop()
+        except IndexError:
+            request = ChatCompletionRequest(model="", messages=[], tools=json.loads(definitions))
+            parser = kind(tokenizer, request.tools)
         try:
             calls = parser.extract_tool_calls(text, request).tool_calls
         except Exception:  # whatever a model wrote, it must not end the run
             return None
+        kept.append((parser, request))
         if not calls and _looks_like_a_call(parser, text):
             return None
         return [(call.function.name, call.function.arguments) for call in calls]
@@ -69,4 +76,7 @@ def names() -> list[str]:
 
 def _looks_like_a_call(parser: Any, text: str) -> bool:
     markers = (getattr(parser, name) for name in dir(parser) if MARKER.fullmatch(name))
-    return bool(JSON_CALL.search(text)) or any(isinstance(marker, str) and marker in text for marker in markers)
+    if any(mark in text for mark in ("<tool_call>", "<function")) or any(isinstance(marker, str) and marker in text for marker in markers):
+        return True
+    name = NAME.search(text)
+    return name is not None and ARGUMENTS.search(text, name.end()) is not None

@@ -1,0 +1,74 @@
+"""Work in a thread of its own that is stopped when its time is over, for code of others that may take for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Overtime(BaseException):
+    """Raised in the thread. No `except Exception` keeps it."""
+
+
+async def in_time(call: Callable[[], T], seconds: float) -> T:
+    """What the call returns or raises. Raises `TimeoutError` after `seconds`, when the call has ended at its next step in Python.
+
+    A call into C, such as a search of `re`, is not stopped before it returns.
+    """
+    work = _Work(call, asyncio.get_running_loop())
+    try:
+        await asyncio.wait({work.over}, timeout=seconds)
+    finally:
+        stopped = work.stop()
+    if stopped:
+        await work.over
+        raise TimeoutError
+    return await work.over
+
+
+class _Work(Generic[T]):
+    def __init__(self, call: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
+        self.call, self.loop = call, loop
+        self.over: asyncio.Future[T] = loop.create_future()
+        self.lock = threading.Lock()
+        self.runs = True
+        self.thread = threading.Thread(target=self._run, name="instep-in-time", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            try:
+                result = self.call()
+            except BaseException as raised:
+                error = raised
+            with self.lock:
+                self.runs = False
+        except Overtime:  # it came between the end of the call and ours
+            self.runs = False
+        with suppress(RuntimeError):  # the loop has ended: nobody waits
+            self.loop.call_soon_threadsafe(self._tell, result, error)
+
+    def _tell(self, result: Any, error: BaseException | None) -> None:
+        if self.over.done():
+            return
+        if error is None or isinstance(error, Overtime):
+            self.over.set_result(result)
+        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+            self.over.set_exception(error)
+        else:  # no future takes it, or it would end the loop
+            self.over.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def stop(self) -> bool:
+        """Whether it was still at work."""
+        with self.lock:
+            if self.runs and self.thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(Overtime))
+            return self.runs
