@@ -214,6 +214,15 @@ def test_engines_in_actors_are_reached_through_their_receiver() -> None:
     sender.shutdown()
 
 
+def test_actors_without_a_way_in_are_refused_on_both_sides() -> None:
+    """TorchRL's own `AsyncVLLM`, as `vLLMWrapper("a name")` starts it."""
+    theirs = SimpleNamespace(actors=[SimpleNamespace(_actor_id="some")])
+    with pytest.raises(ConfigError, match="has no method `answer`"):
+        VLLMWeightSyncScheme().create_receiver(theirs).init_all_workers_group(METADATA)
+    with pytest.raises(ConfigError, match="has no method `answer`"):
+        VLLMWeightSyncScheme().create_sender().init_all_workers_group(METADATA, theirs)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -25,11 +24,11 @@ class Forward:
     def __init__(
         self,
         door: Callable[[str], TcpDoor],
-        actor: Any,
+        way: RayRpc,
         announced: Mapping[str, TensorMeta],
         timeout: float,
     ) -> None:
-        self.rpc, self.announced = RayRpc(actor), announced
+        self.rpc, self.announced = way, announced
         self.door = door(self.rpc.name)
         self.door.serve(self.answer)
         self.timer = threading.Timer(timeout, self._give_up)

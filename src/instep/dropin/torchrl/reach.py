@@ -49,6 +49,11 @@ def in_actors(found: Any) -> bool:
     return bool(getattr(found, "actors", None))
 
 
+def ways_to_actors(found: Any) -> list[RayRpc]:
+    """Raises `ConfigError` for actors that have no way in."""
+    return [way for way in reach(list(found.actors)) if isinstance(way, RayRpc)]
+
+
 def engine_of(found: Any) -> Any:
     """The engine of a policy, which holds it as `model`, as TorchRL's `vLLMWrapper` does; anything
     else as it is."""

@@ -13,7 +13,7 @@ import msgspec
 
 from instep.dropin.torchrl.context import FromContext
 from instep.dropin.torchrl.forward import Forward
-from instep.dropin.torchrl.reach import door_of, engine_of, in_actors
+from instep.dropin.torchrl.reach import door_of, engine_of, in_actors, ways_to_actors
 from instep.dropin.torchrl.scheme import LocalPush
 from instep.dropin.torchrl.weights import JOIN, Joining, Metadata, described, differences, open_weights
 from instep.engine import connect
@@ -76,7 +76,7 @@ class VLLMWeightReceiver(FromContext):
         self._announced = described(model_metadata)
         if in_actors(engine):
             self.shutdown()
-            self._forwards = [Forward(self._scheme.create_door, actor, self._announced, timeout) for actor in engine.actors]
+            self._forwards = [Forward(self._scheme.create_door, way, self._announced, timeout) for way in ways_to_actors(engine)]
             return
         self._joined, self._seen, self._came = Future(), None, None
         self._endpoint = Endpoint(connect(engine), timeout)
