@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from engines import settings
-from rollouts import ScriptedClient, run, said
+from rollouts import Say, ScriptedClient, harness, request, run, said
 
 from instep.errors import ConfigError
 from instep.generation import Harness, Limits, PromptId, PromptRequest, Sampling, ToolDefinition, ToolSet
+from instep.generation import rollout as rollout_module
 from instep.generation.parsers import ChatParser, vllm_parser
 from instep.generation.rollout import rollout
 from instep.generation.sampling import from_vllm
@@ -183,3 +184,18 @@ def test_what_no_sample_has_a_place_for_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="prompt_logprobs"):
         from_vllm(SamplingParams(prompt_logprobs=1))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "qwen3_xml"])
+def test_a_turn_that_a_parser_reads_for_minutes_is_a_call_that_cannot_be_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_module, "READING", 0.2)
+    client = ScriptedClient(said("<function=say><parameter=text>" * 3000), said("ok"))
+    made = harness(Say(), parser=parser(name), max_model_len=200_000)
+    sample = run(rollout(request(max_tokens=150_000), 0, client, made))
+    assert [record.error for record in sample.tools] == ["the tool call could not be read in 0.2 seconds"]
+    assert (sample.finish_reason, sample.turns) == ("stop", 2)
+
+
+def test_a_text_full_of_names_is_searched_for_a_call_once() -> None:
+    """In time that grows with its square, this would take minutes."""
+    assert parser("hermes").parse('{"name":' * 50_000, [Say().describe()]) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -149,6 +149,32 @@ def test_an_environment_that_does_not_open_ends_its_sample_with_an_error(config:
     sample = run(rollout(request(tool_config={"room": config}), 0, client, harness(Closed(), tool_timeout=0.05)))
     assert (sample.finish_reason, client.asked) == ("error", [])
     assert f"an environment did not open: {words}" in str(sample.error)
+
+
+@pytest.mark.parametrize("where", ["opening", "closing"])
+def test_an_environment_that_ignores_being_cancelled_does_not_hold_the_sample(where: str) -> None:
+    over = asyncio.Event()
+
+    async def hang() -> None:
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+
+    class Stuck(Room):
+        @asynccontextmanager
+        async def session(self, id: RequestId, config: dict[str, Any]) -> AsyncIterator[Say]:
+            if where == "opening":
+                await hang()
+            yield Say(name="room")
+            await hang()
+
+    async def main() -> Sample:
+        sample = await rollout(request(), 0, ScriptedClient(said("end")), made)
+        over.set()
+        return sample
+
+    made = harness(Stuck(), tool_timeout=0.05)
+    assert run(main()).finish_reason == ("error" if where == "opening" else "stop")
 
 
 def test_an_environment_that_does_not_close_does_not_cost_the_sample(caplog: pytest.LogCaptureFixture) -> None:

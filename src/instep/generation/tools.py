@@ -18,7 +18,7 @@ from instep.errors import ConfigError
 from instep.generation.schema import Arguments
 from instep.generation.text import clean, told
 from instep.generation.types import Outcome, RequestId, ToolCall, ToolRecord
-from instep.generation.waiting import bounded, is_for_us
+from instep.generation.waiting import bounded, held, is_for_us
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class ToolSet:
             async with asyncio.timeout(within):
                 for name, (definition, arguments, tool) in opened.items():
                     if _remote(tool, "execute") is None and isinstance(tool, Environment):
-                        session = await sessions.enter_async_context(tool.session(id, config.get(name, {})))
+                        session = await sessions.enter_async_context(held(tool.session(id, config.get(name, {})), within))
                         opened[name] = _Connected(definition, arguments, session)
             yield ToolSet(opened)
         finally:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from instep.generation.text import told
@@ -96,6 +97,42 @@ class Interrupt:
         finally:
             waiting.cancel()
         return task.done()
+
+
+@asynccontextmanager
+async def held(manager: AbstractAsyncContextManager[T], within: float) -> AsyncIterator[T]:
+    """Enters and leaves it in a task of its own, which is left behind where either takes longer than `within` seconds.
+
+    Raises `TimeoutError` then, also where it ignores that it is cancelled.
+    """
+    entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+
+    async def hold() -> None:
+        async with manager as value:
+            entered.set_result(value)
+            await over.wait()
+
+    task = asyncio.ensure_future(contained(hold()))
+    either: set[asyncio.Future[Any]] = {task, entered}
+    try:
+        await asyncio.wait(either, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            _result(task)
+        if not entered.done():
+            raise TimeoutError
+    except BaseException:
+        abandon(task)
+        raise
+    try:
+        yield entered.result()
+    finally:
+        over.set()
+        await asyncio.wait({task}, timeout=within)
+        if not task.done():
+            abandon(task)
+            raise TimeoutError
+        _result(task)
 
 
 class Turnstile:
