@@ -20,7 +20,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "cli": ("cyclopts", "rich", "safetensors", "huggingface_hub"),
     "demo": ("transformers", "accelerate", "gguf", "matplotlib"),
     "metrics": ("prometheus_client",),
-    "generation": ("aiohttp", "jsonschema", "math_verify", "pyseccomp"),
+    "generation": ("aiohttp", "jsonschema", "langdetect", "math_verify", "regex", "pyseccomp"),
     "ray": ("ray",),
     "deepspeed": ("deepspeed",),
     "torchrl": ("torchrl",),
