@@ -80,6 +80,7 @@ RIGHT: list[tuple[str, str, list[Any], float]] = [
     ("a check function", python(DOUBLE), ["def check(candidate):\n    assert candidate(1) == 2\n    assert candidate('a') == 'aa'\ncheck(double)"], 1.0),
     ("unittest", python("import unittest\ndef f(): return 1"), ["unittest.TestCase().assertEqual(f(), 1)"], 1.0),
     ("its own queue", python("class Q:\n    def put(self, x): self.x = x\n    def get(self): return self.x\nqueue = Q()"), ["queue.put(2)\nassert queue.get() == 2"], 1.0),
+    ("compares by a method", python("class P:\n    def __init__(self, x): self.x = x\n    def equals(self, o): return self.x == o.x"), ["assert P(1).equals(P(1))", "assert not P(1).equals(P(2))"], 1.0),
     ("the name of a builtin", python("def sum(x):\n    return 0\ndef f(): return [1, 2]"), ["assert sum(f()) == 3"], 1.0),
 ]  # fmt: skip
 
@@ -117,6 +118,7 @@ WRONG: list[tuple[str, str, list[Any], float]] = [
     ("a list that equals all", python("class L(list):\n    def __eq__(self, o): return True\ndef f(): return L()"), ["assert f() == [1]"], 0.0),
     ("a text that starts with all", python(LIES + "f = Yes"), ["assert f().startswith('ab')"], 0.0),
     ("a number near all", python(LIES + "f = Yes"), ["assert abs(f() - 0.5) < 1e-6"], 0.0),
+    ("says that it equals all", python(LIES + "f = Yes"), ["assert f().equals(2)"], 0.0),
     ("holds all", python(LIES + "f = Yes"), ["assert 2 in f()"], 0.0),
     ("larger than all", python(LIES + "f = Yes"), ["assert f() > 2"], 0.0),
     ("between all", python(LIES + "f = Yes"), ["assert 1 < f() < 3"], 0.0),

@@ -36,6 +36,8 @@ COMPARISONS = {
 MODULES = frozenset(sys.stdlib_module_names) | {"numpy", "pandas", "scipy", "sympy", "torch"}
 PREDICATES = frozenset(name for kind in (str, bytes, set, float) for name in dir(kind) if name.startswith(("is", "startswith", "endswith")))
 """What one asks a text or a set. An object that is none is not asked: it would say yes."""
+COMPARES = ("almost_equals", "eq", "equal", "equals", "same")
+"""What one asks an object about another of its kind."""
 ASKED = ("__annotations__", "__dict__", "__doc__", "__name__", "__qualname__", "__wrapped__")
 
 UNARY = ("neg", "pos", "abs", "invert")
@@ -66,7 +68,8 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name in PREDICATES or (name.startswith("__") and name not in ASKED):
             raise AttributeError(name)
-        return _ask(self, "get", name)
+        found = _ask(self, "get", name)
+        return _of_its_kind(found) if name in COMPARES else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         _ask(self, "set", name, value)
@@ -119,6 +122,15 @@ class Steps:
 
 def _ask(remote: Any, do: str, name: str, *given: Any) -> Any:
     return remote._peer.ask(do, remote._number, name, given)
+
+
+def _of_its_kind(method: Any) -> Any:
+    def call(*given: Any) -> Any:
+        if not all(isinstance(one, Remote) for one in given):
+            raise TypeError("an object of the solution's is not asked whether it equals a plain value")
+        return method(*given)
+
+    return call
 
 
 def _special(name: str, only: bool) -> Callable[..., Any]:
