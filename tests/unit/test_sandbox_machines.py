@@ -116,6 +116,18 @@ def test_root_without_user_namespaces_has_all_others(machine: Any) -> None:
     closes(*BOTH, "capabilities", "writable places", "mounts", "settings of the kernel")
 
 
+@pytest.mark.parametrize("user", [0, USER])
+def test_a_kernel_that_makes_no_tree_read_only_at_once_has_namespaces_too(machine: Any, user: int) -> None:
+    machine(user=user, refused=("mount_setattr",))
+    assert level() == "full"
+    closes(*BOTH, "capabilities", "writable places", "the interpreter")
+    options = [
+        line.split()[5].split(",") for line in program("print(open('/proc/self/mountinfo').read())").splitlines() if " /usr " in line
+    ]
+    assert options
+    assert all({"ro", "nosuid", "nodev"} <= set(one) for one in options)
+
+
 def test_a_container_that_hides_parts_of_proc_has_programs_without_any(machine: Any) -> None:
     machine(user=USER, hidden=True)
     assert level() == "full"

@@ -2,12 +2,19 @@
 
 import ctypes
 import os
+import re
 import struct
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x20, 0x1000, 0x4000, 1 << 18
+FLAGS = {
+    b"ro": MS_RDONLY, b"nosuid": MS_NOSUID, b"nodev": MS_NODEV, b"noexec": MS_NOEXEC,
+    b"noatime": 1 << 10, b"nodiratime": 1 << 11, b"relatime": 1 << 21,
+}  # fmt: skip
+"""Those that a mount may have to keep, by their names in mountinfo."""
+ESCAPED = re.compile(rb"\\([0-7]{3})")
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 SECCOMP_MODE_FILTER = 2
@@ -61,7 +68,27 @@ def make_read_only(target: str, devices: bool = False) -> None:
     flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | (0 if devices else MOUNT_ATTR_NODEV)
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     words = (AT_FDCWD, os.fsencode(target), AT_RECURSIVE, attributes, len(attributes))
-    _call(f"mount_setattr {target}", MOUNT_SETATTR, *words)
+    try:
+        _call(f"mount_setattr {target}", MOUNT_SETATTR, *words)
+    except OSError:  # Linux before 5.12, and containers that know no newer call
+        for point, kept in mounts_below(os.path.abspath(target)):
+            _remount(point, kept | MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV))
+
+
+def _remount(point: str, flags: int) -> None:
+    mount("none", point, None, MS_REMOUNT | MS_BIND | flags)
+
+
+def mounts_below(target: str) -> list[tuple[str, int]]:
+    """Where something is mounted, at a path and below it, and the flags that it has."""
+    found: dict[str, int] = {}
+    with open("/proc/self/mountinfo", "rb") as lines:
+        for line in lines:
+            words = line.split()
+            point = os.fsdecode(ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), words[4]))
+            if f"{point}/".startswith(f"{target}/"):
+                found[point] = sum(FLAGS.get(option, 0) for option in words[5].split(b","))
+    return list(found.items())
 
 
 def prctl(option: int, *values: int) -> None:
