@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from instep.generation.types import PromptRequest, Sample
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,17 @@ class Answer:
     text: str
     sample: Sample
     request: PromptRequest
+
+
+SHORT = 4000
+"""Characters of a text that any verifier reads in a few milliseconds."""
+
+
+async def reading(function: Callable[..., T], text: str, *arguments: Any) -> T:
+    """What `function` makes of a text; of a long one in a thread, so that other verifiers go on."""
+    if len(text) <= SHORT:
+        return function(text, *arguments)
+    return await asyncio.to_thread(function, text, *arguments)
 
 
 class Verifier(Protocol):

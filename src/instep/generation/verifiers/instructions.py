@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from instep.extras import needed_by
 from instep.generation.verifiers import following as is_
-from instep.generation.verifiers.base import Answer
+from instep.generation.verifiers.base import Answer, reading
 
 Check = Callable[..., bool]
 LANGUAGE = 10_000
@@ -34,7 +33,7 @@ class Instructions:
 
     async def __call__(self, answer: Answer, value: Any) -> float:
         checks = read_label(value)
-        followed = await asyncio.to_thread(_followed, said(answer.text), checks)
+        followed = await reading(_followed, said(answer.text), checks)
         part = followed / len(checks)
         return part if part >= self.threshold else 0.0
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
 
 from instep.generation.maths import shared
 from instep.generation.verifiers import number
-from instep.generation.verifiers.base import Answer
+from instep.generation.verifiers.base import Answer, reading
 from instep.generation.verifiers.final import LONGEST, announced, final, marked
 from instep.generation.verifiers.number import Number
 from instep.generation.waiting import Turnstile
@@ -32,7 +31,7 @@ class Numeric:
 
     async def __call__(self, answer: Answer, value: str | float) -> float:
         label = str(value)
-        found = await asyncio.to_thread(read, answer.text)
+        found = await reading(read, answer.text)
         wanted = number.number(label) or (number.number(announced(label) or "") if "####" in label else None)
         if wanted is None and not _computable(label):
             raise ValueError(f"the label {value!r} holds no number")

@@ -13,7 +13,7 @@ from typing import Any
 
 from instep.errors import ConfigError
 from instep.extras import needed_by
-from instep.generation.verifiers.base import Answer
+from instep.generation.verifiers.base import Answer, reading
 from instep.generation.verifiers.final import announced, final, marked
 from instep.generation.verifiers.number import WRAPPED
 
@@ -45,11 +45,11 @@ class Format:
                 raise ConfigError(f"{self.pattern!r} is no regular expression: {error}") from error
 
     async def __call__(self, answer: Answer, value: Any = None) -> float:  # noqa: ARG002
+        if self.pattern is None:
+            return float(await reading(_thinks_then_answers, answer.text.strip()))
         return float(await asyncio.to_thread(self._matches, answer.text))
 
     def _matches(self, text: str) -> bool:
-        if self.pattern is None:
-            return _thinks_then_answers(text.strip())
         import regex
 
         # It looks at the clock while it searches, and lets other threads work: `re` does neither.
@@ -76,7 +76,7 @@ class ExactMatch:
 
     async def __call__(self, answer: Answer, value: str | Sequence[str]) -> float:
         accepted = [value] if isinstance(value, str) else list(value)
-        return float(await asyncio.to_thread(_matches, answer.text, accepted))
+        return float(await reading(_matches, answer.text, accepted))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class WordOverlap:
 
     async def __call__(self, answer: Answer, value: str | Sequence[str]) -> float:
         accepted = [value] if isinstance(value, str) else list(value)
-        return await asyncio.to_thread(_overlap, final(answer.text), accepted)
+        return await reading(_overlap, final(answer.text), accepted)
 
 
 def _matches(text: str, accepted: Sequence[str]) -> bool:
