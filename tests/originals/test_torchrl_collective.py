@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,7 +65,7 @@ class Page:
         self.folder = folder
         self.config = {
             "master_address": "localhost",
-            "master_port": random.randint(30000, 40000),
+            "master_port": free_port(),
             "gpus_per_replica": 1,
             "num_replicas": 2,
             "strategy": "state_dict",
@@ -106,7 +105,7 @@ def test_the_sequence_of_torchrls_own_test(page: Page) -> None:
 
 def test_the_example_of_the_page(page: Page) -> None:
     """The scheme is made on both sides from the same arguments, and neither side is given anything of the other."""
-    arguments = {"master_port": random.randint(40001, 50000), "gpus_per_replica": 1, "num_replicas": 2, "strategy": "tensordict"}
+    arguments = {"master_port": free_port(), "gpus_per_replica": 1, "num_replicas": 2, "strategy": "tensordict"}
     policy = tiny("llama", 1)
     metadata = get_model_metadata(policy)
     sender = VLLMWeightSender(VLLMWeightSyncScheme(**arguments))
