@@ -90,11 +90,15 @@ def test_a_trainer_that_binds_late_is_waited_for(engine: Engine, trainer: Traini
     assert engine.serves(2)
 
 
-@pytest.mark.parametrize("wrong", ["a dtype", "a name that comes twice"])
+@pytest.mark.parametrize("wrong", ["a dtype", "a name that comes twice", "an unknown name at the end", "a shape"])
 def test_what_is_refused_ends_vllms_own_trainer_half(engine: Engine, trainer: TrainingActor, wrong: str) -> None:
     weights = list(attention(2).items())
     if wrong == "a dtype":
         weights[1] = (weights[1][0], weights[1][1].to(torch.complex64))
+    elif wrong == "a shape":
+        weights[-1] = (weights[-1][0], torch.ones(3, dtype=torch.bfloat16))
+    elif wrong == "an unknown name at the end":
+        weights.append(("model.surprise.weight", torch.ones(3, dtype=torch.bfloat16)))
     else:
         weights.insert(2, weights[0])
     trainer.has(weights)
@@ -102,7 +106,7 @@ def test_what_is_refused_ends_vllms_own_trainer_half(engine: Engine, trainer: Tr
     started = time.monotonic()
     with pytest.raises(zmq.ZMQError):
         trainer.update_weights()
-    with pytest.raises(Exception, match=r"dtype 'complex64' cannot be sent|came twice"):
+    with pytest.raises(Exception, match=r"dtype 'complex64' cannot be sent|came twice|refuses model"):
         taking.result(20)
     assert time.monotonic() - started < 10
     assert engine.serves(1)

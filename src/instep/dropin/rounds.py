@@ -109,6 +109,12 @@ class Rounds:
             self._try(lambda: self.together.complete(self.stage, self.first))
             self._commit(label, alone=True)
 
+    def check(self) -> None:
+        """Raises `PlanError` where the engine's loader refuses what has come so far: nothing is committed then."""
+        self._try(lambda: self.together.look(self.stage))
+        if self.fault is not None:
+            raise self.fault
+
     def drop(self, error: Exception) -> None:
         """Ends the round without a commit, in every worker."""
         self._fail(error)
