@@ -15,12 +15,12 @@ from instep.cli import start_signals
 pytest.importorskip("psutil", reason="psutil is not installed: it comes with vLLM")
 
 SERVER = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from contextlib import suppress
 from instep.cli import start_signals
 
 def interrupt(number, _):
-    print("theirs", number, flush=True)
+    os.write(1, f"theirs {number}\\n".encode())  # `print` must not be called in the middle of a `print`
     raise KeyboardInterrupt
 
 start_signals.PATIENCE = 1.0

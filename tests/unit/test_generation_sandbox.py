@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -99,9 +101,17 @@ for n in range(2000):
         assert program(text).output.split() == ["0", "1", "2"]
 
 
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user can read, as an interpreter's is where programs become another user. That of `tmp_path` is closed."""
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("level", ["full", "partial"])
-def test_a_program_sees_of_its_interpreters_folder_what_python_needs(level: Level, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    prefix = tmp_path / "environment"
+def test_a_program_sees_of_its_interpreters_folder_what_python_needs(level: Level, monkeypatch: pytest.MonkeyPatch, public: Path) -> None:
+    prefix = public / "environment"
     (prefix / "lib").mkdir(parents=True)
     for name in ("pip.conf", ".env", "lib/module.py", "pyvenv.cfg"):
         (prefix / name).write_text("content")

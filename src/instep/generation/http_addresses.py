@@ -56,7 +56,9 @@ class Reachable:
 def outside(address: Address) -> bool:
     """Whether an address is anybody's on the Internet."""
     inside = address.is_multicast or address.is_reserved or address.is_unspecified or address in METADATA
-    return address.is_global and not inside
+    # Some versions of Python call every 6to4 address private. What it leads to is looked at by itself.
+    leads_on = isinstance(address, ipaddress.IPv6Address) and address.sixtofour is not None
+    return (address.is_global or leads_on) and not inside
 
 
 def meanings(address: Address) -> list[Address]:
