@@ -7,7 +7,6 @@ thread of their own.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from instep.engine.remote.frames import Frame, Requests
 from instep.engine.remote.loop_thread import LoopThread
 from instep.engine.remote.rpc import GONE, Answer
-from instep.engine.remote.tcp import Frame
 from instep.errors import ConfigError, EngineLost
 from instep.protocol import decode, encode
 
@@ -96,8 +95,7 @@ class PipeRpc:
         self.pipe, self.name = checked(pipe), name
         self.end: End | None = None
         self.opening = threading.Lock()
-        self.numbers = itertools.count()
-        self.waiting: dict[int, asyncio.Future[bytes]] = {}
+        self.requests = Requests()
         self.lost: str | None = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
@@ -115,26 +113,19 @@ class PipeRpc:
             raise
 
     async def _call(self, end: End, method: str, payload: bytes) -> bytes:
-        number = next(self.numbers)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.waiting[number] = answer
-        try:
-            await end.send(Frame(number, method, payload))
+        with self.requests.asking(method, payload) as (frame, answer):
+            try:
+                await end.send(frame)
+            except OSError as error:
+                raise EngineLost(f"{self.name} {CLOSED}") from error
             return await answer
-        except OSError as error:
-            raise EngineLost(f"{self.name} {CLOSED}") from error
-        finally:
-            del self.waiting[number]
 
     def _answered(self, _: End, frame: Frame) -> None:
-        if frame.number in self.waiting and not (answer := self.waiting[frame.number]).done():
-            answer.set_result(frame.payload)
+        self.requests.answered(frame)
 
     def _ended(self, why: str) -> None:
         self.lost = f"{self.name} {why}" if why == CLOSED else f"{self.name}: {why}"
-        for answer in self.waiting.values():
-            if not answer.done():
-                answer.set_exception(EngineLost(self.lost))
+        self.requests.lose(self.lost)
 
 
 class PipeDoor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import itertools
 import os
 import queue
 import secrets
@@ -28,6 +27,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from instep.engine.remote.frames import Frame, Requests
 from instep.engine.remote.loop_thread import LoopThread
 from instep.engine.remote.rpc import GONE, Answer
 from instep.errors import EngineLost, InstepError, TransportError
@@ -53,14 +53,6 @@ class Welcome(msgspec.Struct, frozen=True):
 
 class Proof(msgspec.Struct, frozen=True):
     proof: bytes
-
-
-class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """A request, or the answer to the request of the same number."""
-
-    number: int
-    method: str
-    payload: bytes
 
 
 class TcpListener:
@@ -127,8 +119,7 @@ class TcpRpc:
         self.name = name
         self.reader, self.writer = streams
         self.loop = loop
-        self.numbers = itertools.count()
-        self.waiting: dict[int, asyncio.Future[bytes]] = {}
+        self.requests = Requests()
         self.lost: str | None = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
@@ -146,32 +137,23 @@ class TcpRpc:
     async def _call(self, method: str, payload: bytes) -> bytes:
         if self.lost:
             raise EngineLost(self.lost)
-        number = next(self.numbers)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.waiting[number] = answer
-        try:
-            await send(self.writer, Frame(number, method, payload))
+        with self.requests.asking(method, payload) as (frame, answer):
+            await send(self.writer, frame)
             return await answer
-        finally:
-            del self.waiting[number]
 
     async def read(self) -> None:
         """Until the connection ends."""
         reason = "closed the connection"
         try:
             while True:
-                frame = await receive(self.reader, Frame, LARGE)
-                if frame.number in self.waiting and not (answer := self.waiting[frame.number]).done():
-                    answer.set_result(frame.payload)
+                self.requests.answered(await receive(self.reader, Frame, LARGE))
         except (msgspec.DecodeError, TransportError) as error:
             reason = f"sent no frame: {error.args[0]}"
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
             self.lost = self.lost or f"{self.name} {reason}"
-            for answer in self.waiting.values():
-                if not answer.done():
-                    answer.set_exception(EngineLost(self.lost))
+            self.requests.lose(self.lost)
 
 
 class TcpDoor:

@@ -1,0 +1,49 @@
+"""What goes over a connection, and the requests that wait for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from instep.errors import EngineLost
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """A request, or the answer to the request of the same number."""
+
+    number: int
+    method: str
+    payload: bytes
+
+
+class Requests:
+    """Requests of one connection, on its event loop."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+
+    @contextmanager
+    def asking(self, method: str, payload: bytes) -> Iterator[tuple[Frame, asyncio.Future[bytes]]]:
+        """A request to send, and its answer to wait for: an answer that comes later finds nobody."""
+        number = next(self._numbers)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            yield Frame(number, method, payload), answer
+        finally:
+            del self._waiting[number]
+
+    def answered(self, frame: Frame) -> None:
+        if frame.number in self._waiting and not (answer := self._waiting[frame.number]).done():
+            answer.set_result(frame.payload)
+
+    def lose(self, why: str) -> None:
+        """No more answers come: whoever waits for one gets an `EngineLost`."""
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(EngineLost(why))
