@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from instep import extras
+from instep.engine.vllm.config import EXTENSION
 from instep.errors import InstepError
 
 Level = Literal["ok", "warn", "fail"]
@@ -142,13 +143,12 @@ def compiler() -> Finding:
 
 def worker_extension() -> Finding:
     """vLLM imports this class in each of its workers by name."""
-    path = "instep.vllm.WorkerExtension"
     try:
-        module, name = path.rsplit(".", 1)
+        module, name = EXTENSION.rsplit(".", 1)
         getattr(import_module(module), name)
     except Exception as error:
-        return Finding("worker extension", "fail", f"{path} cannot be imported: {error!r}", "install instep where vLLM's workers run")
-    return Finding("worker extension", "ok", path)
+        return Finding("worker extension", "fail", f"{EXTENSION} cannot be imported: {error!r}", "install instep where vLLM's workers run")
+    return Finding("worker extension", "ok", EXTENSION)
 
 
 def plugins() -> Finding:

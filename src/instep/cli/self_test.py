@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from instep.cli.checks import Finding
+from instep.engine.vllm.config import EXTENSION
 from instep.errors import InstepError
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
@@ -127,7 +128,7 @@ def start_vllm(model: Any, folder: Path) -> Subject:
 
     model.save_pretrained(folder)
     llm = LLM(
-        model=str(folder), skip_tokenizer_init=True, worker_extension_cls="instep.vllm.WorkerExtension",
+        model=str(folder), skip_tokenizer_init=True, worker_extension_cls=EXTENSION,
         enforce_eager=True, max_model_len=64, max_num_seqs=4, seed=0,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)

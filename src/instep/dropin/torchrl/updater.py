@@ -44,15 +44,12 @@ with warnings.catch_warnings():
             if self.initialized_group is None:
                 raise ConfigError("call init first")
             whole = hasattr(weights, "items") or hasattr(weights, "state_dict")
-            weights = weights if whole else dict(weights)
+            source = open_weights(weights if whole else dict(weights), self._announced)
             if self._announced is not None:
-                source = AnnouncedSource()
-                source.source, source.announced = (
-                    open_weights(weights, self._announced),
-                    described(self._announced),
-                )
-                source.metadata()
-            self.vllm_engine.update_weights(open_weights(weights, self._announced).tensors())
+                announced = AnnouncedSource()
+                announced.source, announced.announced = source, described(self._announced)
+                announced.metadata()
+            self.vllm_engine.update_weights(source.tensors())
             self._call_post_hooks()
 
         def push_weights_from_transformers(self, transformers_model: Any) -> None:

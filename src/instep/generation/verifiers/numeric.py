@@ -67,19 +67,22 @@ def read(text: str) -> Number | str | None:
     whole = number.number(text)
     if whole is not None:
         return whole
-    plain = number.plain(text)
-    words = [word for word in plain.split() if any(letter.isdigit() for letter in word)]
+    words = _with_digits(number.plain(text))
     return text if words and _is_maths(words[-1]) else number.last(text)
 
 
 def _only(text: str) -> Number | None:
     """The one number of a sentence."""
     plain = number.plain(text)
-    words = [word for word in plain.split() if any(letter.isdigit() for letter in word)]
-    if _is_maths(plain) or not all(map(number.number, words)):  # as `5x` is none
+    if _is_maths(plain) or not all(map(number.number, _with_digits(plain))):  # as `5x` is none
         return None
     one = number.first(text)
     return one if one == number.last(text) else None
+
+
+def _with_digits(text: str) -> list[str]:
+    """The words of a text that have a digit."""
+    return [word for word in text.split() if any(letter.isdigit() for letter in word)]
 
 
 def _is_maths(text: str) -> bool:
