@@ -27,7 +27,7 @@ async def fake_vllm(_: str, **__: Any) -> FakeServing:
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """For `ray.init`: processes that find instep and the tests' modules."""
-    folders = (HERE, HERE / "integration", Path(instep.__file__).parents[1])
+    folders = (HERE, HERE / "integration", HERE / "originals", Path(instep.__file__).parents[1])
     return {"env_vars": {**(variables or {}), "PYTHONPATH": os.pathsep.join(map(str, folders))}}
 
 

@@ -21,25 +21,13 @@ if importlib.util.find_spec("torchrl") is None:
     pytest.skip("TorchRL is not installed: pip install 'instep[torchrl]'", allow_module_level=True)
 
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.envs import PendulumEnv
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update import llm as theirs
+from torchrl_policy import Policy
 
 pytestmark = [pytest.mark.usefixtures("segments"), pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")]
-
-
-class Policy(TensorDictModule):
-    """As TorchRL's wrapper of vLLM: it acts, and holds the engine as `model`."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-        self.model = engine
-
-    def forward(self, tensordict: Any) -> Any:
-        tensordict["action"] = torch.zeros(1)
-        return tensordict
 
 
 Collect = Callable[[Any, WeightSyncScheme], Collector]

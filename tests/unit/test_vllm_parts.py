@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from test_vllm_backend import Engine
 from toys import attention
-from vllm_stub import install
+from vllm_engine import Engine
 
 from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import ConfigError
 from instep.protocol import Manifest
 
-VERSIONS = [(0, 25), (0, 26), (0, 28), (0, 32)]
 Infos = list[dict[str, Any]]
-
-
-@pytest.fixture(params=VERSIONS, ids=lambda version: ".".join(map(str, version)))
-def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return install(monkeypatch, request.param)
-
-
-@pytest.fixture
-def newest(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return install(monkeypatch, VERSIONS[-1])
 
 
 @pytest.fixture
