@@ -117,8 +117,8 @@ def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
     sums = [table.sums for table in tables]
     if not sums:
         return [], []
-    total, flags = torch.stack(sums).sum(0).cpu().chunk(2)
-    return [value & MASK for value in total.tolist()], [bool(flag) for flag in flags.tolist()]
+    total, flags = (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)).cpu().chunk(2)
+    return total.numpy().view(np.uint64).tolist(), flags.ne(0).tolist()
 
 
 def memory_sums(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -66,8 +66,10 @@ class Push(Account):
         self.started = time.perf_counter()
         session.transport.begin()
 
-    def describe(self) -> Look:
+    def describe(self, *, begun: bool) -> Look:
         """Looks at the source's tensors, and notes their list in the session.
+
+        begun: whether the transport has been told already that a push begins.
 
         Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense.
         """
@@ -80,7 +82,8 @@ class Push(Account):
                 next_step="give each set of weights a name of its own; `catch_up()` brings the current version to engines that lack it",
             )
         with self.phase("describe"):
-            session.transport.hasten()
+            if not begun:
+                session.transport.hasten()
             found = session.source.look()
             tensors = found.metadata
             if tensors != session.described or not tensors:

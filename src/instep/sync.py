@@ -84,7 +84,7 @@ class WeightSync:
         Raises `PlanError`, `VersionConflict`, `SourceError`, `TransportError`: every engine still serves what it served.
         Raises `SyncError` or a subclass: `.engines` says what each engine serves now.
         """
-        return _run(self.apush(version, base=base))
+        return _run(self._push(version, base, begun=self._begin()))
 
     async def apush(self, version: str, *, base: str | None = None) -> Receipt:
         """`push` for asyncio. The weights must not change before it returns.
@@ -92,12 +92,29 @@ class WeightSync:
         Cancelled, it takes up to ten seconds more (or `timeout`, where that is less): no engine is
         left paused, each goes on with one whole version or refuses.
         """
+        return await self._push(version, base, begun=False)
+
+    def _begin(self) -> bool:
+        """Have the trainer's GPU sum up its weights while an event loop is made, which takes a third of a millisecond.
+
+        Returns whether it does.
+        """
+        if not isinstance(self._role, Lead) or not self._own.here() or not self._busy.acquire(blocking=False):
+            return False
+        try:
+            if not self._closed:
+                self._session.transport.hasten()
+            return not self._closed
+        finally:
+            self._busy.release()
+
+    async def _push(self, version: str, base: str | None, *, begun: bool) -> Receipt:
         check_version(version)
         self._own.check("WeightSync")
         if isinstance(self._role, Follower):
             return await self._follow(self._role, "push", version)
         async with self._alone(), self._pushing("push", version) as push:
-            found = push.describe()
+            found = push.describe(begun=begun)
             return await self._bring(push, push.trust(found) or await push.ask(), base=base)
 
     def catch_up(self, engine: Any = None) -> Receipt:

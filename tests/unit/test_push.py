@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from instep.errors import PlanError, SourceError, TransportError
 from instep.protocol import TensorMeta
 from instep.source.module import MappingSource
 from instep.telemetry import Event
+from instep.transport.auto import AutoTransport
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -51,6 +53,18 @@ def test_a_receipt_says_what_was_done() -> None:
 
 def without(*names: str) -> Callable[[Checkpoint], Checkpoint]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_a_transport_hears_once_that_a_push_begins(monkeypatch: pytest.MonkeyPatch, in_a_loop: bool) -> None:
+    heard: list[AutoTransport] = []
+    monkeypatch.setattr(AutoTransport, "hasten", lambda transport: heard.append(transport))
+    with WeightSync(checkpoint(1), [MemoryEngine(checkpoint(0))]) as sync:
+        asyncio.run(sync.apush("v1")) if in_a_loop else sync.push("v1")
+        assert len(heard) == 1
+    with pytest.raises(TransportError, match="closed"):
+        sync.push("v2")
+    assert len(heard) == 1
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -75,21 +76,29 @@ class Fleet:
         Those that are done before others are shown that their trainer lives. Raises what is no
         `InstepError` when the others have been cancelled and are over.
         """
+        if not members:
+            return {}
         waiting: list[Member] = []
-        showing = asyncio.create_task(self._show(waiting))
-        try:
+        with self._shown(waiting):
             return await self._each(members, action, waiting)
-        finally:
-            showing.cancel()
 
-    async def _show(self, waiting: Sequence[Member]) -> None:
+    @contextmanager
+    def _shown(self, waiting: Sequence[Member]) -> Iterator[None]:
         """Asks members for something without consequences, so that they hear of their trainer."""
-        while True:
-            await asyncio.sleep(self.timeout / OFTEN)
+        loop, interval = asyncio.get_running_loop(), self.timeout / OFTEN
+
+        def show() -> None:
+            timers.append(loop.call_later(interval, show))
             for member in waiting:
-                task = asyncio.create_task(member.alive())  # one that is cut short would look like a death
+                task = loop.create_task(member.alive())  # one that is cut short would look like a death
                 self.showing.add(task)
                 task.add_done_callback(self.showing.discard)
+
+        timers = deque([loop.call_later(interval, show)], maxlen=1)  # no task: every push would make one
+        try:
+            yield
+        finally:
+            timers.pop().cancel()
 
     async def _each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]], done: list[Member]) -> dict[str, T]:
         async def one(member: Member) -> T | None:

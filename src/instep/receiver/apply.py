@@ -95,6 +95,7 @@ class Applier:
         self.reload = {layer: self.plan.reload_only.get(layer, why) for layer in self.routes.keys() | self.plan.reload_only.keys()}
         self.unproved = dict(self.plan.reload_only)
         self._names = {route.tensor for route in self.plan.routes if route.tensor is not None}
+        self._read_names: set[str] | None = None
         self.reloaded = False  # in the last commit
         self._copies: Copies | None = None
         self._watch: Copies | None = None
@@ -168,8 +169,10 @@ class Applier:
         return self._copies
 
     def wanted(self, metas: Mapping[str, TensorMeta]) -> Collection[str]:
-        """Tensors that this worker's layers take something of."""
-        return {metas[name].alias_of or name for name in self._names}
+        """Tensors that this worker's layers take something of. metas: of the tensors that were traced."""
+        if self._read_names is None:  # looked up once: an engine is paused meanwhile
+            self._read_names = {metas[name].alias_of or name for name in self._names}
+        return self._read_names
 
     def _asked(self, layers: frozenset[str]) -> list[Route]:
         """What they read. Constants are left out: they were filled in by the first load."""

@@ -104,12 +104,13 @@ class Pulled:
 
     def __init__(self, manifest: Manifest, reader: Any, launch: int, wholes: Collection[str] = ()) -> None:
         self.address, self.reader, self.in_one = manifest.location.address, reader, wholes
-        self.theirs: dict[str, int] = reader.told(launch)  # before anything is pulled, or written
+        self.theirs: dict[str, int] = {}
         self.metas = {meta.name: meta for meta in manifest.tensors}
         self.direct: Parts = {}
         self.puller: Puller | None = None  # of direct layers, where there are any
         self.watched: Copies | None = None
         self.reads: tuple[watch.Reads, list[int]] | None = None
+        reader.wait_for(launch)  # before anything is pulled, or written
 
     def tensors_of(self) -> list[TensorMeta]:
         return list(self.metas.values())
@@ -154,6 +155,7 @@ class Pulled:
         return reads
 
     def settle(self) -> None:
+        self.theirs = self.reader.told()  # numbers and names, while the GPU is at it
         self.direct = self.puller.sums() if self.puller else {}
         torch.cuda.synchronize(self.reader.device)
 

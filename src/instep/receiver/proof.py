@@ -30,10 +30,10 @@ class Proof:
 
         wanted: tensors that this worker reads. Raises `ApplyError` for one of which nothing was summed up.
         """
-        parts: Parts = {}
-        for name, sums in chain.from_iterable(one.items() for one in some):
+        parts: Parts = dict(some[0])
+        for name, sums in chain.from_iterable(one.items() for one in some[1:]):
             parts[name] = parts.get(name, {}) | sums
-        if untold := sorted(set(wanted) - wholes.keys() - parts.keys()):
+        if untold := sorted(name for name in wanted if name not in parts and name not in wholes):
             raise ApplyError(f"nothing was summed up of {untold[0]}", tensor=untold[0])
         return cls(len(parts.keys() | wholes.keys()), wholes=wholes, parts=parts, theirs=theirs)
 

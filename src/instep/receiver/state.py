@@ -242,7 +242,8 @@ class Receiver(Serves):
         try:
             with torch.no_grad():
                 applier.apply(arrival)
-                sums, layers = self.expected.sums(wanted.digests), applier.layers()  # while a GPU is at it
+                sums = self.expected.sums(wanted.digests)  # this and what follows while a GPU is at it
+                layers, trusted, alike = applier.layers(), applier.trusted(), applier.alike()
                 arrival.settle()
                 applied = time.perf_counter()
                 proof = arrival.prove(applier)
@@ -265,8 +266,8 @@ class Receiver(Serves):
         if applier.compared is not None and applier.compared is not compared:
             seconds["initial"] = applier.compared.seconds
         sums_told = proof.sums() if told else {}
-        found = WorkerReceipt(self.host.rank, seconds, *layers, proof.tensors, proved=proved, unproved=applier.trusted())
-        return structs.replace(found, compared=applier.alike(), **sums_told)
+        found = WorkerReceipt(self.host.rank, seconds, *layers, proof.tensors, proved=proved, unproved=trusted)
+        return structs.replace(found, compared=alike, **sums_told)
 
     def abort(self, request: Request) -> None:
         """Forgets what this trainer prepared, and ends its lease. Safe to repeat; a dirty worker stays dirty."""

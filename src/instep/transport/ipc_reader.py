@@ -15,7 +15,7 @@ from instep.protocol import Manifest, TensorMeta
 from instep.transport import Me, driver
 from instep.transport.exposed import rows_of, run_of
 
-LOOK = 0.0001
+LOOK = 0.00002
 """Seconds between two looks at a trainer's board."""
 
 OPENED: dict[bytes, int] = {}
@@ -51,6 +51,7 @@ class IpcReader:
             driver.detach(OPENED.pop(handle))
         self.bases = [OPENED[handle] for handle in self.location.handles]
         self.pulled: dict[str, torch.Tensor] = {}
+        self.board = b""  # the trainer's sums, once they are complete
 
     def places(self, meta: TensorMeta) -> list[Rows]:
         """Where the parts of a tensor are mapped in this process, in words."""
@@ -73,24 +74,28 @@ class IpcReader:
             return {}
         return {name: value & MASK for name, value in zip(self.pulled, torch.stack(list(self.pulled.values()))[:, 0].tolist(), strict=True)}
 
-    def told(self, launch: int) -> dict[str, int]:
-        """The trainer's own sums of a launch, by tensor, when they are complete; none where they cannot be read.
+    def wait_for(self, launch: int) -> None:
+        """Wait until the trainer's own sums of a launch are complete, where they can be read.
 
         Nothing may be pulled before: sums that are complete when the pull begins, and equal to those of the pull, show that the weights
         stood still in between. Raises `TransportError` where they are not complete in half of the time that this step may take.
         """
         if not launch or self.location.board is None:
-            return {}
+            return
         handle, at = self.location.board
-        board, names, late = self.bases[handle] + at, self.location.places, time.monotonic() + self.timeout / 2
+        board, late = self.bases[handle] + at, time.monotonic() + self.timeout / 2
         while (done := int.from_bytes(driver.read(board, 8), "little")) < launch:
             if time.monotonic() > late:
                 raise TransportError(f"the trainer's GPU did not sum up its weights within {self.timeout / 2:g} s: is it busy?")
             time.sleep(LOOK)
         if done > launch:
             raise TransportError("the trainer has begun another push meanwhile")
-        sums = np.frombuffer(driver.read(board + 8, 8 * len(names)), np.uint64)
-        return dict(zip(names, sums.tolist(), strict=True))
+        self.board = driver.read(board + 8, 8 * len(self.location.places))
+
+    def told(self) -> dict[str, int]:
+        """The sums that were waited for, by tensor; none where they cannot be read."""
+        sums = np.frombuffer(self.board, np.uint64).tolist()
+        return dict(zip(self.location.places, sums, strict=True)) if sums else {}
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         """No bytes: they are pulled, and summed up, in the commit. The first time takes what the kernels need to be ready for that."""
