@@ -38,7 +38,7 @@ def test_nothing_is_pulled_before_the_trainers_sums_are_complete(alone: Any, mon
 def test_an_engine_whose_trainer_does_not_sum_up_keeps_what_it_serves(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sync, engine, source = alone
     monkeypatch.setattr(driver, "read", lambda _, nbytes: bytes(nbytes))  # of no launch
-    monkeypatch.setattr(ipc_reader.IpcReader, "told", impatient(ipc_reader.IpcReader.told))
+    monkeypatch.setattr(ipc_reader.IpcReader, "wait_for", impatient(ipc_reader.IpcReader.wait_for))
     fill(source, TWO)
     with pytest.raises(SyncError, match="did not sum up its weights within"):
         sync.push("two")
