@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from instep.plan.overlap import Rows, contiguous
 from instep.plan.region import whole
+from instep.plan.rows import Rows, contiguous
 from instep.protocol import Region, Route, TensorMeta
 from instep.receiver.copies import Copies
 from instep.receiver.pull import Moves, moves

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from instep.digest_cuda import Run, Table
-from instep.plan.overlap import Rows, common
 from instep.plan.region import rows_of, simplify
 from instep.plan.routes import apart, reads
+from instep.plan.rows import Rows, common, run_of
 from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta, dtype_name
 from instep.receiver.copies import Copies
 from instep.receiver.regions import copy_regions
-from instep.transport.exposed import run_of
 from instep.transport.ipc_reader import IpcReader
 
 Parts = dict[str, dict[int, int]]

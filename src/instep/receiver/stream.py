@@ -14,7 +14,7 @@ import torch
 
 from instep.digest_cuda import Run, Table, added, in_one
 from instep.plan.buckets import Piece, cut, pieces
-from instep.plan.overlap import Rows, contiguous
+from instep.plan.rows import Rows, contiguous
 from instep.protocol import Manifest, TensorMeta
 from instep.receiver import watch
 from instep.receiver.apply import Applier

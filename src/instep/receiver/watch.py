@@ -12,14 +12,13 @@ import torch
 
 from instep.digest import BLOCK_BYTES, as_bytes, partial, seed_of
 from instep.digest_cuda import Run, Table
-from instep.plan.overlap import Rows, common
 from instep.plan.region import extent, rows_of, simplify, whole
 from instep.plan.routes import reads
+from instep.plan.rows import Rows, common, run_of
 from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta
 from instep.receiver.copies import Copies
 from instep.receiver.pull import Parts, Places, rows_to
 from instep.receiver.regions import Tensors, fits, narrowed, view
-from instep.transport.exposed import run_of
 
 Summary = int | None
 """Of what one route brings, or of what is held where it leads: equal for equal bytes. None: of storage that is laid out in another way."""

@@ -10,10 +10,9 @@ import msgspec
 import torch
 from msgspec import structs
 
-from instep.digest import seed_of
-from instep.digest_cuda import Run, Table
+from instep.digest_cuda import Table
 from instep.errors import TransportError
-from instep.plan.overlap import Rows
+from instep.plan.rows import rows_of, run_of
 from instep.plan.shards import Piece
 from instep.protocol import ITEM_BYTES, Location, Place, TensorMeta, dtype_name, encode
 from instep.transport import driver
@@ -87,7 +86,7 @@ class Exposed:
             base, piece = bases[part.memory.data_ptr()], part.piece
             place = Place(piece.written, order[base], part.address - base, piece.source_stride)
             places.setdefault(part.meta.name, []).append(place)
-            runs.append(run_of(rows_of(place, part.meta, base), part.meta, len(places) - 1))
+            runs.append(run_of(rows_of_place(place, part.meta, base), part.meta, len(places) - 1))
         self.offer = Offer(list(self.handles.values()), places)
         base = bases[self.board.data_ptr()]
         self.board_at = order[base], self.board.data_ptr() - base
@@ -124,21 +123,6 @@ def located(tensors: Sequence[TensorMeta], offers: Iterable[Offer], board: tuple
     nbytes = sum(meta.nbytes for meta in tensors if not meta.alias_of)
     location = Location("ipc", "", nbytes, {}, handles=list(order), places=places, board=board, live=True)
     return structs.replace(location, address=hashlib.blake2b(encode(location), digest_size=16).hexdigest())
-
-
-def rows_of(place: Place, meta: TensorMeta, base: int) -> Rows:
-    """A place in words, its end padded to a whole one. base: address of its allocation in this process."""
-    (count, length), (stride, _) = place.part.shape, place.part.stride
-    numbers = (ITEM_BYTES[meta.dtype] * number for number in (length, place.part.offset, stride, place.stride))
-    length, at, stride, place_stride = (-(-number // 8) for number in numbers)
-    return Rows(count, length, at, stride, (base + place.at) // 8, place_stride)
-
-
-def run_of(rows: Rows, meta: TensorMeta, slot: int, into: Rows | None = None) -> Run:
-    """rows: of words to read. into: the same rows where they are moved to."""
-    target, stride = (0, 0) if into is None else (8 * into.place, into.place_stride)
-    source = 8 * rows.place
-    return Run(source, target, rows.count, rows.length, rows.place_stride, stride, rows.at, rows.stride, seed_of(meta), slot, meta.dtype)
 
 
 def _handle(base: int) -> bytes:

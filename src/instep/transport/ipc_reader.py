@@ -10,10 +10,9 @@ import torch
 from instep.digest import MASK
 from instep.digest_cuda import Table, warm_up
 from instep.errors import TransportError
-from instep.plan.overlap import Rows
+from instep.plan.rows import Rows, rows_of_place, run_of
 from instep.protocol import Manifest, TensorMeta
 from instep.transport import Me, driver
-from instep.transport.exposed import rows_of, run_of
 
 LOOK = 0.00002
 """Seconds between two looks at a trainer's board."""
@@ -55,7 +54,7 @@ class IpcReader:
 
     def places(self, meta: TensorMeta) -> list[Rows]:
         """Where the parts of a tensor are mapped in this process, in words."""
-        return [rows_of(place, meta, self.bases[place.handle]) for place in self.location.places[meta.alias_of or meta.name]]
+        return [rows_of_place(place, meta, self.bases[place.handle]) for place in self.location.places[meta.alias_of or meta.name]]
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         """A copy on the engine's own GPU, summed up on the way: for layers that are not copied directly. It is under way."""

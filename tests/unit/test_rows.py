@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.plan.overlap import Rows, common, contiguous
+from instep.plan.rows import Rows, common, contiguous
 
 SPACE = 160
 """Elements of the tensor."""

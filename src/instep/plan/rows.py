@@ -1,11 +1,14 @@
-"""What two strided parts of one tensor have in common: of what a worker reads, what lies in one rank of a trainer. Pure functions."""
+"""Strided rows of a tensor in some memory: what two of them have in common, and the kernel's copies of them. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from instep.digest import seed_of
+from instep.digest_cuda import Run
 from instep.plan.buckets import cut
+from instep.protocol import ITEM_BYTES, Place, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +69,18 @@ def _side_by_side(a: Rows, b: Rows) -> Iterator[tuple[Rows, Rows]]:
         first, last = max(shift, 0), min(a.count, b.count + shift)
         if low < high and first < last:
             yield a.part(first, low, last - first, high - low), b.part(first - shift, low - start, last - first, high - low)
+
+
+def rows_of_place(place: Place, meta: TensorMeta, base: int) -> Rows:
+    """A place in words, its end padded to a whole one. base: address of its allocation in this process."""
+    (count, length), (stride, _) = place.part.shape, place.part.stride
+    numbers = (ITEM_BYTES[meta.dtype] * number for number in (length, place.part.offset, stride, place.stride))
+    length, at, stride, place_stride = (-(-number // 8) for number in numbers)
+    return Rows(count, length, at, stride, (base + place.at) // 8, place_stride)
+
+
+def run_of(rows: Rows, meta: TensorMeta, slot: int, into: Rows | None = None) -> Run:
+    """rows: of words to read. into: the same rows where they are moved to."""
+    target, stride = (0, 0) if into is None else (8 * into.place, into.place_stride)
+    source = 8 * rows.place
+    return Run(source, target, rows.count, rows.length, rows.place_stride, stride, rows.at, rows.stride, seed_of(meta), slot, meta.dtype)
