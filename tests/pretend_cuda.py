@@ -19,8 +19,8 @@ import torch
 from instep import digest_cuda
 from instep.digest import BLOCK_WORDS, inner_weights, mix
 from instep.digest_cuda import EXPONENTS, Run
-from instep.receiver import pull, stream, watch
-from instep.transport import broadcast, driver, exposed, group, ipc, ipc_reader, tally
+from instep.receiver import cuda_compare, pull, stream
+from instep.transport import broadcast, bucket_digests, driver, group, ipc, ipc_export, ipc_reader
 
 PAGE = 1 << 21
 """Of a pretended allocation: as in PyTorch's allocator, many tensors share one, and some move within it."""
@@ -32,7 +32,7 @@ SET_TRACER, ANYBODY = 0x59616D61, -1
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     LIBC.prctl(SET_TRACER, ctypes.c_ulong(ANYBODY), 0, 0, 0)  # where processes may otherwise not read each other
-    monkeypatch.setattr(ipc.IpcTransport, "consider", lambda self, device, workers: None)
+    monkeypatch.setattr(ipc.IpcTransport, "why_not", lambda self, device, workers: None)
     monkeypatch.setattr(driver, "allocation", lambda address: (address // PAGE * PAGE, PAGE))
     monkeypatch.setattr(driver, "share", lambda base: b"%d %d" % (os.getpid(), base))
     monkeypatch.setattr(driver, "attach", attach)
@@ -40,7 +40,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "read", lambda address, nbytes: _words(address, nbytes // 8).tobytes())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    for module in (exposed, ipc_reader, pull, stream, tally, watch):
+    for module in (ipc_export, ipc_reader, pull, stream, bucket_digests, cuda_compare):
         monkeypatch.setattr(module, "Table", Table)
     monkeypatch.setattr(ipc_reader, "OPENED", {})
     monkeypatch.setattr(ipc_reader, "WARM", set())
@@ -52,12 +52,12 @@ def pretend_nccl(monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
     pretend(monkeypatch)
     monkeypatch.setitem(group.BACKENDS, "nccl", group.BACKENDS["gloo"])
     monkeypatch.setitem(broadcast.WAYS, "nccl", broadcast.Way(bucket, "commit", on_gpu=True))
-    consider = broadcast.BroadcastTransport.consider
+    consider = broadcast.BroadcastTransport.why_not
 
     def anything(self: broadcast.BroadcastTransport, device: torch.device, workers: Any) -> None:
         consider(self, device, workers)
 
-    monkeypatch.setattr(broadcast.BroadcastTransport, "consider", anything)
+    monkeypatch.setattr(broadcast.BroadcastTransport, "why_not", anything)
 
 
 def attach(handle: bytes) -> int:

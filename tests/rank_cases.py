@@ -15,7 +15,7 @@ from rank_ways import WAYS, opened
 from source_models import saved
 
 from instep.engine.memory import MemoryEngine
-from instep.transport import incoming
+from instep.transport import broadcast_reader
 
 RANK = int(os.environ["RANK"])
 
@@ -27,9 +27,9 @@ def play(case: str) -> dict[str, Any]:
     try:
         return cases[kind](*arguments)
     finally:  # a worker stays in its group as long as its process lives: these are many workers in one process
-        for _, group in incoming.JOINED.values():
+        for _, group in broadcast_reader.JOINED.values():
             group.close()
-        incoming.JOINED.clear()
+        broadcast_reader.JOINED.clear()
 
 
 def push(wrap: str, model: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from instep.digest import total
 from instep.engine.advice import trace
-from instep.engine.at_once import AtOnce
+from instep.engine.fused_commit import FusedCommit
 from instep.engine.member import Member
 from instep.errors import CanaryError, InstepError, SourceError, SyncError, TransportError, VersionConflict
 from instep.plan.dtypes import common
@@ -186,14 +186,14 @@ class Push(Account):
 
     def _can_fuse(self, members: Sequence[Member], sent: Sent) -> bool:
         alone = len(members) == 1 and members[0].in_place(sent.manifest)
-        return alone and self.session.transport.late and isinstance(members[0].engine, AtOnce)
+        return alone and self.session.transport.late and isinstance(members[0].engine, FusedCommit)
 
     async def _prepare(self, members: Sequence[Member], sent: Sent) -> InstepError | None:
         fleet, transport = self.session.fleet, self.session.transport
         try:
             with self.phase("prepare"):
                 async with transport.serving("prepare") as sending:
-                    await fleet.each(members, lambda member: sending.unless(member.prepare(sent.manifest, sent.digests)))
+                    await fleet.each(members, lambda member: sending.abort_on_failure(member.prepare(sent.manifest, sent.digests)))
             self._remaining(members)
         except InstepError as error:
             await fleet.withdraw(members)
@@ -225,7 +225,7 @@ class Push(Account):
             async with session.transport.serving("commit") as sending:
                 return await session.fleet.each(
                     members,
-                    lambda member: sending.unless(member.commit(sent.manifest, request, session.config.caches, sent.digests)),
+                    lambda member: sending.abort_on_failure(member.commit(sent.manifest, request, session.config.caches, sent.digests)),
                 )
 
     async def break_off(self) -> None:

@@ -21,10 +21,10 @@ from toys import checkpoint
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineLost, EngineTimeout, InstepError, SourceError, TransportError
 from instep.source.module import MappingSource
-from instep.transport import broadcast, incoming
+from instep.transport import broadcast, broadcast_reader
 from instep.transport.broadcast import Way
+from instep.transport.bucket_digests import HostTally, Result
 from instep.transport.group import BACKENDS, Group, find, serve
-from instep.transport.tally import HostTally, Result
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def test_bytes_that_change_on_the_way_are_refused_before_the_commit(monkeypatch:
         def result(self) -> Result:
             return super().result()[0] | {"model.norm.weight": 1}, ()
 
-    monkeypatch.setattr(incoming, "HostTally", Bent)
+    monkeypatch.setattr(broadcast_reader, "HostTally", Bent)
     engine = MemoryEngine(checkpoint(0))
     with WeightSync(checkpoint(1), [engine], transport="gloo") as sync:
         with pytest.raises(InstepError, match=r"model\.norm\.weight arrived with digest 0000000000000001") as caught:

@@ -16,11 +16,11 @@ from instep.digest import CHUNK, digest
 from instep.errors import SourceError, TransportError
 from instep.plan.buckets import ALIGN
 from instep.protocol import ITEM_BYTES, Location, Manifest, TensorMeta
-from instep.transport import Me, Published, open_location, shm
+from instep.transport import Published, WorkerContext, open_location, shm
 from instep.transport.shm import ShmTransport
 
 Values = list[tuple[str, torch.Tensor]]
-ME = Me("worker", 5.0)
+ME = WorkerContext("worker", 5.0)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from toys import bits, checkpoint, described
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineTimeout, TransportError
 from instep.protocol import Manifest
-from instep.transport import Me, http_reader
+from instep.transport import WorkerContext, http_reader
 from instep.transport import http as transport_http
 from instep.transport.http import HttpTransport
 from instep.transport.http_reader import HttpReader
@@ -56,7 +56,7 @@ def ask(manifest: Manifest, path: str | None = None, **headers: str) -> tuple[in
 
 
 def read(manifest: Manifest, timeout: float = 20.0) -> HttpReader:
-    reader = HttpReader(manifest, Me("worker", timeout))
+    reader = HttpReader(manifest, WorkerContext("worker", timeout))
     assert reader.arrive(manifest.tensors) == manifest.digests
     return reader
 
@@ -137,7 +137,9 @@ def test_a_reader_that_nobody_wants_stops_at_once(transport: HttpTransport) -> N
     silent = socket.create_server(("127.0.0.1", 0))
     _, _, secret = manifest.location.address.split("@")
     address = f"127.0.0.1@{silent.getsockname()[1]}@{secret}"
-    reader = HttpReader(structs.replace(manifest, location=structs.replace(manifest.location, address=address)), Me("worker", 600))
+    reader = HttpReader(
+        structs.replace(manifest, location=structs.replace(manifest.location, address=address)), WorkerContext("worker", 600)
+    )
     caught: list[Any] = []
 
     def arrive() -> None:
@@ -189,14 +191,14 @@ def test_a_range_is_the_bytes_that_were_asked_for(transport: HttpTransport) -> N
 def test_an_address_is_a_trainers(transport: HttpTransport, address: str) -> None:
     manifest = published(transport)
     with pytest.raises(TransportError, match="address"):
-        HttpReader(structs.replace(manifest, location=structs.replace(manifest.location, address=address)), Me("worker", 1))
+        HttpReader(structs.replace(manifest, location=structs.replace(manifest.location, address=address)), WorkerContext("worker", 1))
 
 
 def test_bytes_that_were_changed_on_the_way_are_found_out(transport: HttpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = published(transport)
     memory = next(iter(transport.segments.values()))
     memory.view[3] ^= 1
-    reader = HttpReader(manifest, Me("worker", 20))
+    reader = HttpReader(manifest, WorkerContext("worker", 20))
     assert reader.arrive(manifest.tensors) != manifest.digests
 
 
@@ -207,7 +209,7 @@ def test_it_is_taken_where_nothing_else_reaches_the_engine(monkeypatch: pytest.M
     engine = MemoryEngine(checkpoint(0))
     with WeightSync(checkpoint(1), [engine]) as sync:
         gloo = sync._session.transport.candidates["gloo"]
-        monkeypatch.setattr(gloo, "consider", lambda *_: "a wall is in between")
+        monkeypatch.setattr(gloo, "why_not", lambda *_: "a wall is in between")
         sync.push("v1")
         assert sync._session.current is not None
         assert sync._session.current.published.location.transport == "http"

@@ -13,23 +13,23 @@ import pytest
 import torch
 
 from instep.protocol import Manifest, TensorMeta, encode
-from instep.transport import Me, open_location, shm
+from instep.transport import WorkerContext, open_location, shm
 from instep.transport.shm import ShmTransport
 
 META = TensorMeta("w", "float32", (4,))
-ME = Me("worker", 5.0)
+ME = WorkerContext("worker", 5.0)
 
 PROCESS = """
 import json, os, signal, sys, traceback
 from pathlib import Path
 import torch
 from instep.protocol import Manifest, TensorMeta, decode
-from instep.transport import Me, open_location, shm
+from instep.transport import WorkerContext, open_location, shm
 
 folder, manifest = Path(sys.argv[1]), decode(bytes.fromhex(sys.argv[2]), Manifest)
 shm.directory = lambda: folder
 meta = manifest.tensors[0]
-ME = Me("worker", 5.0)
+ME = WorkerContext("worker", 5.0)
 
 def publish():
     global transport

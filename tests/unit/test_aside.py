@@ -10,8 +10,8 @@ from toys import Checkpoint, described
 
 from instep.plan.buckets import ALIGN, Piece, layout, pieces
 from instep.protocol import TensorMeta
-from instep.receiver import aside
-from instep.receiver.aside import Aside
+from instep.receiver import streamed
+from instep.receiver.streamed import StreamedStateDict
 
 CPU = torch.device("cpu")
 
@@ -35,10 +35,10 @@ def passing(weights: Checkpoint, metas: list[TensorMeta], took: list[int]) -> It
         yield [(piece, room[piece.at : piece.at + piece.stop - piece.start]) for piece in found]
 
 
-def start(kept: set[str]) -> tuple[Checkpoint, Aside, list[int]]:
+def start(kept: set[str]) -> tuple[Checkpoint, StreamedStateDict, list[int]]:
     weights, took = tensors(), list[int]()
     metas = [*described(weights), TensorMeta("tied", "float32", (5,), alias_of="c")]
-    return weights, Aside({meta.name: meta for meta in metas}, set(weights), kept, passing(weights, metas, took), CPU), took
+    return weights, StreamedStateDict({meta.name: meta for meta in metas}, set(weights), kept, passing(weights, metas, took), CPU), took
 
 
 def test_a_bucket_is_taken_when_something_in_it_is_asked_for() -> None:
@@ -78,7 +78,7 @@ def test_it_goes_to_host_memory_where_the_gpu_has_no_room_for_the_loader_beside_
     metas = described(tensors())
     _, put, _ = start(set())
     put.device = torch.device("meta")  # stands for the GPU
-    monkeypatch.setattr(aside, "free", lambda _: 2 * put.largest + metas[0].nbytes + metas[1].nbytes)
+    monkeypatch.setattr(streamed, "free", lambda _: 2 * put.largest + metas[0].nbytes + metas[1].nbytes)
     put._make_room(metas)
     assert {name: room.device.type for name, room in put.rooms.items()} == {
         "a": "meta", "b": "meta", "empty": "meta", "c": "cpu", "d": "cpu",

@@ -17,14 +17,14 @@ from waiting_engines import WAYS, Waiting, in_a_thread
 
 from instep import MemoryEngine, WeightSync
 from instep.engine import CachePolicy
-from instep.engine.at_once import step_by_step
+from instep.engine.fused_commit import step_by_step
 from instep.errors import ApplyError, EngineDirty
 from instep.source.module import MappingSource
 
 pytestmark = pytest.mark.usefixtures("segments")
 
 
-class AtOnce(Waiting):
+class FusedCommit(Waiting):
     """Goes through a commit in one call, as a Ray actor does."""
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
@@ -41,8 +41,8 @@ class Scored(MappingSource):
 KINDS: dict[str, tuple[type[Waiting], int, int, dict[str, Any]]] = {
     "two engines": (Waiting, 2, 1, {}),
     "two workers": (Waiting, 1, 2, {}),
-    "one call": (AtOnce, 1, 1, {}),
-    "one call, two workers": (AtOnce, 1, 2, {}),
+    "one call": (FusedCommit, 1, 1, {}),
+    "one call, two workers": (FusedCommit, 1, 2, {}),
     "over gloo": (Waiting, 1, 1, {"transport": "gloo"}),
     "over http": (Waiting, 1, 1, {"transport": "http"}),
     "with a canary": (Waiting, 1, 1, {"canary": [1, 2], "canary_bound": 1e9}),

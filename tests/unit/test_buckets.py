@@ -11,7 +11,7 @@ from instep.digest import digest
 from instep.errors import SourceError
 from instep.plan.buckets import ALIGN, buckets, cut, layout, pieces
 from instep.protocol import ITEM_BYTES, TensorMeta
-from instep.transport.tally import HostTally, pack
+from instep.transport.bucket_digests import HostTally, pack
 
 SIZES = st.lists(st.sampled_from([0, 1, 3, ALIGN // 4 - 1, ALIGN // 4, ALIGN // 4 + 1, ALIGN, 3 * ALIGN // 4 + 5]), min_size=1, max_size=6)
 

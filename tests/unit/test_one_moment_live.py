@@ -17,7 +17,7 @@ from instep.errors import DigestMismatch, EngineDirty, InstepError, SourceError,
 from instep.plan.buckets import ALIGN
 from instep.receiver.pull import Puller
 from instep.transport import broadcast
-from instep.transport.tally import DeviceTally
+from instep.transport.bucket_digests import DeviceTally
 
 pytestmark = pytest.mark.usefixtures("segments")
 

@@ -58,7 +58,7 @@ def without(*names: str) -> Callable[[Checkpoint], Checkpoint]:
 @pytest.mark.parametrize("in_a_loop", [False, True])
 def test_a_transport_hears_once_that_a_push_begins(monkeypatch: pytest.MonkeyPatch, in_a_loop: bool) -> None:
     heard: list[AutoTransport] = []
-    monkeypatch.setattr(AutoTransport, "hasten", lambda transport: heard.append(transport))
+    monkeypatch.setattr(AutoTransport, "prefetch", lambda transport: heard.append(transport))
     with WeightSync(checkpoint(1), [MemoryEngine(checkpoint(0))]) as sync:
         asyncio.run(sync.apush("v1")) if in_a_loop else sync.push("v1")
         assert len(heard) == 1

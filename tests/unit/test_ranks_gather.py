@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from instep.errors import SourceError
 from instep.plan.buckets import ALIGN
 from instep.protocol import TensorMeta
-from instep.ranks.gather import AHEAD, Meeting, Stretch, take_all
+from instep.ranks.gather import AHEAD, ByteRange, Meeting, take_all
 from instep.ranks.run import Run
 
 CPU = torch.device("cpu")
 RUN = Run([TensorMeta(name, "uint8", (ALIGN,)) for name in "abc"], {0: []})
-STRETCHES = [Stretch(False, at, at + ALIGN) for at in range(0, RUN.size, ALIGN)]
+STRETCHES = [ByteRange(False, at, at + ALIGN) for at in range(0, RUN.size, ALIGN)]
 
 
 class Device:

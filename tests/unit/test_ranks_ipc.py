@@ -20,7 +20,7 @@ def worker(**other: Any) -> Identity:
 
 def considered(device: str = "cuda:0", *, spread: bool = False, **other: Any) -> str | None:
     source: Any = SimpleNamespace(channel=SimpleNamespace(spread=spread))
-    return SharedIpc(source).consider(torch.device(device), [worker(), worker(**other)])
+    return SharedIpc(source).why_not(torch.device(device), [worker(), worker(**other)])
 
 
 def test_ranks_and_workers_on_gpus_of_one_host_share_their_memory() -> None:

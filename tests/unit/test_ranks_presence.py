@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec import structs
 
-from instep.ranks.presence import Presence, Watch, presence
+from instep.ranks.liveness import Liveness, Watch, liveness
 
 
 @pytest.fixture
@@ -27,17 +27,17 @@ def watch() -> Iterator[Watch]:
     watch.close()
 
 
-def of(process: subprocess.Popen[bytes]) -> Presence:
-    return structs.replace(presence(), pid=process.pid)
+def of(process: subprocess.Popen[bytes]) -> Liveness:
+    return structs.replace(liveness(), pid=process.pid)
 
 
 def test_a_process_that_was_killed_is_gone_even_if_nobody_has_waited_for_it(watch: Watch, other: subprocess.Popen[bytes]) -> None:
     watch.see(2, of(other))
-    watch.see(5, presence())
+    watch.see(5, liveness())
     assert watch.gone() == set()
     other.kill()
     assert watch.gone(30.0) == {2}
-    watch.see(2, presence())  # whoever says now that it is this rank came too late
+    watch.see(2, liveness())  # whoever says now that it is this rank came too late
     assert watch.gone() == {2}
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from instep.plan.buckets import ALIGN, buckets
 from instep.plan.shards import Extent, Piece, of_range, pieces, share_out
 from instep.protocol import TensorMeta
-from instep.ranks.gather import Stretch, lists
+from instep.ranks.gather import ByteRange, lists
 from instep.ranks.run import Run
 
 SHAPES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 700)), min_size=1, max_size=5)
@@ -68,7 +68,7 @@ def test_parts_that_are_sent_together_do_not_overlap_and_take_no_more_than_where
 
 @given(st.lists(st.booleans(), max_size=12))
 def test_as_many_stretches_as_possible_are_asked_for_at_once(stops: list[bool]) -> None:
-    stretches = [Stretch(False, index * ALIGN, (index + 1) * ALIGN) for index in range(len(stops))]
+    stretches = [ByteRange(False, index * ALIGN, (index + 1) * ALIGN) for index in range(len(stops))]
     found = list(lists(stretches, lambda stretch: stops[stretch.low // ALIGN]))
     assert [stretch for together in found for stretch in together] == stretches
     ends = [together[-1].low // ALIGN for together in found]

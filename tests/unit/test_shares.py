@@ -15,7 +15,7 @@ from instep.engine.memory import MemoryEngine
 from instep.errors import DigestMismatch
 from instep.plan.buckets import layout
 from instep.protocol import Manifest, TensorMeta, dtype_name
-from instep.transport import Me, open_location, shm
+from instep.transport import WorkerContext, open_location, shm
 
 BIG = {name: torch.randn(200, 300) for name in ("a.weight", "b.weight", "c.weight")}
 """Eight blocks each."""
@@ -46,7 +46,7 @@ def test_a_wrong_byte_is_found_by_the_worker_whose_share_it_is_in(rank: int, blo
     engine = MemoryEngine(attention(seed=0), tp=2)
     fingerprint = engine.fingerprint()
 
-    def wrong(manifest: Manifest, me: Me) -> Any:
+    def wrong(manifest: Manifest, me: WorkerContext) -> Any:
         reader = open_location(manifest, me)
         reader.bytes = reader.bytes.copy()
         reader.bytes[block * BLOCK_BYTES if block >= 0 else len(reader.bytes) - BLOCK_BYTES] ^= np.uint8(1)
@@ -71,7 +71,7 @@ def test_a_wrong_byte_is_found_by_the_worker_whose_share_it_is_in(rank: int, blo
 def test_a_worker_that_tells_nothing_or_something_else_is_no_proof(told: dict[str, int]) -> None:
     engine = MemoryEngine(checkpoint(seed=0), tp=2)
 
-    def silent(manifest: Manifest, me: Me) -> Any:
+    def silent(manifest: Manifest, me: WorkerContext) -> Any:
         reader = open_location(manifest, me)
         reader.arrive = lambda _: dict(told)
         return reader

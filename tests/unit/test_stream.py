@@ -18,7 +18,7 @@ from instep import MemoryEngine, WeightSync
 from instep.engine.memory_host import MemoryHost
 from instep.errors import DigestMismatch, InstepError, SourceError, SyncError
 from instep.plan.buckets import ALIGN
-from instep.transport import broadcast, incoming, tally
+from instep.transport import broadcast, broadcast_reader, bucket_digests
 from instep.transport.group import Group
 
 
@@ -49,7 +49,7 @@ def test_engines_follow_through_layers_written_directly_and_reloaded_ones(tp: in
         assert receipt.engines[0].direct
         assert receipt.engines[0].read_back == receipt.tensors
         workers = [receiver.incarnation for engine in engines for receiver in engine.receivers]
-        rooms = [room for worker in workers for room in incoming.JOINED[worker][1].rooms]
+        rooms = [room for worker in workers for room in broadcast_reader.JOINED[worker][1].rooms]
         assert len(rooms) == 2 * len(workers)
         assert {len(room) for room in rooms} == {broadcast.WAYS["nccl"].bucket}
 
@@ -230,13 +230,13 @@ def test_an_engine_that_does_not_get_to_the_commit(point: Any, kind: Any) -> Non
 def test_what_lies_where_it_lay_is_moved_by_one_launch_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the trainer's side too. PyTorch copies what has another dtype, is not contiguous, is of odd size, or has moved."""
     put: list[str] = []
-    copies = tally._put
+    copies = bucket_digests._put
 
     def counts(bucket: torch.Tensor, piece: Any, data: torch.Tensor) -> None:
         put.append(piece.meta.name)
         copies(bucket, piece, data)
 
-    monkeypatch.setattr(tally, "_put", counts)
+    monkeypatch.setattr(bucket_digests, "_put", counts)
     weights = checkpoint(1)
     turned, cast, moves = sorted(weights)[:3]
     weights[turned] = weights[turned].t().contiguous().t()

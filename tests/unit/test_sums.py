@@ -17,7 +17,7 @@ from instep.plan.region import whole
 from instep.plan.routes import Plan, prove
 from instep.plan.sums import check_sums
 from instep.protocol import ParamMeta, Region, Route, TensorMeta, WorkerPlan, WorkerReceipt
-from instep.receiver.watch import masked
+from instep.receiver.cuda_compare import masked
 
 WHOLE = torch.arange(8 * 16, dtype=torch.int32).view(8, 16)
 META = TensorMeta("w", "int32", (8, 16))

@@ -14,7 +14,7 @@ from toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine import CachePolicy
-from instep.engine.at_once import add_up, step_by_step
+from instep.engine.fused_commit import add_up, step_by_step
 from instep.errors import (
     ApplyError,
     DigestMismatch,

@@ -14,7 +14,7 @@ from toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine import CachePolicy
-from instep.engine.at_once import step_by_step, unchanged
+from instep.engine.fused_commit import step_by_step, unchanged
 from instep.engine.remote.rpc import Endpoint, LocalRpc, Outcome, RemoteEngine
 from instep.errors import SyncError
 from instep.protocol import CommitRequest, Fault, Method, Reply, Request, decode, encode, raw

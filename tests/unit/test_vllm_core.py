@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from instep.engine.at_once import goes_on
+from instep.engine.fused_commit import goes_on
 from instep.engine.vllm import plugin as vllm_plugin
 from instep.engine.vllm.core import commit
 from instep.protocol import CommitRequest, Fault, Reply, Request, WorkerReceipt, decode, encode, raw

@@ -18,7 +18,7 @@ from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import ConfigError, PlanError, SourceError
 from instep.protocol import Manifest, decode
 from instep.source.module import MappingSource
-from instep.transport import Me, open_location
+from instep.transport import WorkerContext, open_location
 
 
 def manifest(update_info: dict[str, Any]) -> Manifest:
@@ -27,7 +27,7 @@ def manifest(update_info: dict[str, Any]) -> Manifest:
 
 
 def published(found: Manifest) -> Checkpoint:
-    reader = open_location(found, Me("a worker", 5.0))
+    reader = open_location(found, WorkerContext("a worker", 5.0))
     tensors = {meta.name: reader.tensor(meta).clone() for meta in found.tensors}
     assert reader.close()
     return tensors
@@ -63,7 +63,7 @@ def test_floating_point_numbers_are_rounded_to_the_dtype(segments: Path) -> None
 
 def test_a_version_that_an_engine_has_opened_is_not_overwritten(publisher: WeightPublisher, segments: Path) -> None:
     first = manifest(publisher.update_info("v1"))
-    reader = open_location(first, Me("a worker", 5.0))
+    reader = open_location(first, WorkerContext("a worker", 5.0))
     publisher._source = MappingSource(attention(2))
     publisher.update_info("v2")
     assert len(list(segments.iterdir())) == 1

@@ -40,12 +40,12 @@ from instep.protocol import (
     encode,
     raw,
 )
-from instep.receiver.held import read_back
+from instep.receiver.readback import read_back
 from instep.receiver.state import Receiver
 from instep.receiver.ties import UNTIE
 from instep.receiver.trace import trace
 from instep.receiver.watcher import layer_of
-from instep.transport import Me, Reader
+from instep.transport import Reader, WorkerContext
 
 T = TypeVar("T")
 First = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -185,7 +185,7 @@ class Together:
         bodies = self.peers.exchange(f"{stage.number} {topic} {len(stage.metas)}", encode(plan))
         return [decode(body, WorkerPlan) for body in bodies]
 
-    def _open(self, manifest: Manifest, me: Me) -> Reader:
+    def _open(self, manifest: Manifest, me: WorkerContext) -> Reader:
         return StageReader(self.stage) if manifest.location.transport == STAGED else self.opened(manifest, me)
 
     def _prepared(self, version: str) -> Manifest:

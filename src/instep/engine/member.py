@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from instep.engine import UNLABELLED, CachePolicy
-from instep.engine.at_once import AtOnce, goes_on
+from instep.engine.fused_commit import FusedCommit, goes_on
 from instep.engine.known import LATE, Known
 from instep.errors import (
     ApplyError,
@@ -211,7 +211,7 @@ class Member(Known):
         self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests
     ) -> tuple[list[WorkerReceipt], bool]:
         """What the workers did, and whether the engine goes on already."""
-        if isinstance(self.engine, AtOnce):
+        if isinstance(self.engine, FusedCommit):
             whole = request
             if self.in_place(manifest):
                 self.holding.add(manifest.location.address)

@@ -27,7 +27,7 @@ from instep.engine.memory_host import MemoryHost
 from instep.errors import ConfigError, EngineLost
 from instep.protocol import Manifest, Method
 from instep.receiver.state import Receiver
-from instep.transport import Me, open_location
+from instep.transport import WorkerContext, open_location
 
 Point = Literal["hello", "trace", "prepare", "ready", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
 Kind = Literal["error", "hang", "die"]
@@ -164,7 +164,7 @@ class MemoryEngine:
         if kind == "error":
             raise EngineLost(f"{self.name} was told to fail at {point}")
 
-    def _open(self, manifest: Manifest, me: Me) -> Any:
+    def _open(self, manifest: Manifest, me: WorkerContext) -> Any:
         reader = open_location(manifest, me)
         if self.faults.pop("digest", None):
             reader.bytes = reader.bytes ^ np.uint8(1)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy
-from instep.engine.at_once import step_by_step
+from instep.engine.fused_commit import step_by_step
 from instep.engine.serving import Serving
 from instep.errors import EngineLost, EngineTimeout
 from instep.generation.background import Background

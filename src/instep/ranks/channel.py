@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from instep.errors import InstepError, SourceError, TransportError, VersionConflict, by_name
 from instep.protocol import Fault, decode, encode, raw
-from instep.ranks.presence import Watch
+from instep.ranks.liveness import Watch
 from instep.transport.group import address_towards, find, serve
 
 PATIENCE = 10

@@ -12,9 +12,9 @@ from instep.errors import EngineState, InstepError, SyncError, by_name
 from instep.plan.shards import Piece
 from instep.protocol import Fault, TensorMeta, decode
 from instep.ranks.channel import Channel, as_fault
-from instep.ranks.gather import Join, Meeting, Stretch, give
+from instep.ranks.gather import ByteRange, Join, Meeting, give
 from instep.ranks.ipc import Expose, PartSums, Shared, Sharing
-from instep.ranks.presence import Presence, presence
+from instep.ranks.liveness import Liveness, liveness
 from instep.ranks.run import Run
 from instep.ranks.segment import Sums, Window, Write, compare, sum_up, write
 from instep.ranks.standing import Standing
@@ -81,8 +81,8 @@ class Follower:
             else:
                 self.channel.answer(answer)
 
-    def begin(self, _: msgspec.Raw) -> Presence:
-        return presence()
+    def begin(self, _: msgspec.Raw) -> Liveness:
+        return liveness()
 
     def describe(self, _: msgspec.Raw) -> Told:
         found = self.module.describe()
@@ -136,7 +136,7 @@ class Follower:
 
     def give(self, body: msgspec.Raw) -> None:
         with self.meeting.engaged():
-            for stretch in decode(body, list[Stretch]):
+            for stretch in decode(body, list[ByteRange]):
                 give(self.meeting, self.runs[stretch.parts], self.module.memory, stretch)
             self.meeting.finish()
 

@@ -39,7 +39,7 @@ class Join(msgspec.Struct, frozen=True):
     backend: str
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class ByteRange(msgspec.Struct, frozen=True):
     """Bytes `low` to `high` of one of the runs of a trainer: of its checkpoint tensors, or of the live tensors that some are made of.
 
     step: the most bytes that travel at once.
@@ -133,9 +133,9 @@ class Meeting:
         self.marks.clear()
 
 
-def lists(stretches: Sequence[Stretch], stop: Callable[[Stretch], bool]) -> Iterator[list[Stretch]]:
+def lists(stretches: Sequence[ByteRange], stop: Callable[[ByteRange], bool]) -> Iterator[list[ByteRange]]:
     """All of them in their order. A list ends with each one for which `stop` holds."""
-    together: list[Stretch] = []
+    together: list[ByteRange] = []
     for stretch in stretches:
         together.append(stretch)
         if stop(stretch) or stretch is stretches[-1]:
@@ -143,7 +143,7 @@ def lists(stretches: Sequence[Stretch], stop: Callable[[Stretch], bool]) -> Iter
             together = []
 
 
-def give(meeting: Meeting, run: Run, memory: Memory, stretch: Stretch) -> None:
+def give(meeting: Meeting, run: Run, memory: Memory, stretch: ByteRange) -> None:
     """A rank that follows: sends what it gives of a stretch."""
     group, rank = meeting.group, meeting.channel.rank
     assert group is not None
@@ -158,7 +158,7 @@ def give(meeting: Meeting, run: Run, memory: Memory, stretch: Stretch) -> None:
 
 
 def take_all(
-    meeting: Meeting, run: Run, memory: Memory, device: torch.device, stretches: Sequence[Stretch], rooms: Iterator[torch.Tensor]
+    meeting: Meeting, run: Run, memory: Memory, device: torch.device, stretches: Sequence[ByteRange], rooms: Iterator[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """Rank 0: asks for stretches of `run`, one at least. Yields each, filled but for what no rank gives, in the next of `rooms`, which are
     on `device`. When it yields the last one all ranks are done with the list: something else can be asked for."""
@@ -175,7 +175,7 @@ def take_all(
     yield room
 
 
-def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch: Stretch) -> None:
+def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch: ByteRange) -> None:
     """Fills `room` with a stretch, as far as what the current stream does next can tell."""
     group = meeting.group
     assert group is not None

@@ -17,12 +17,12 @@ import torch
 from instep.digest import MASK
 from instep.plan.shards import Piece
 from instep.protocol import Identity, Location, TensorMeta, decode, encode
-from instep.ranks.gather import Stretch
+from instep.ranks.gather import ByteRange
 from instep.ranks.lead import RankedSource
 from instep.ranks.run import Run
 from instep.transport import Published, Sending
-from instep.transport.exposed import Exposed, Offer, Part, located, place_of, whole
 from instep.transport.ipc import IpcTransport, with_digests
+from instep.transport.ipc_export import Exposed, Offer, Part, located, place_of, whole
 
 PartSums = dict[str, tuple[int, bool]]
 """See `Exposed.result`."""
@@ -117,8 +117,8 @@ class SharedIpc(IpcTransport):
         self.offers: dict[str, Offer] = {}  # of the other ranks, by mark
         self.laid: _Laid | None = None
 
-    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
-        return super().consider(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
+    def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+        return super().why_not(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
 
     def publish(self, tensors: list[TensorMeta], _: Iterable[tuple[str, torch.Tensor]]) -> Published:
         """Of shards that have not moved since the last time only the digests are taken anew."""
@@ -173,7 +173,7 @@ class SharedIpc(IpcTransport):
                 room.copy_(self.source.value(name))
         if rooms := {name: room.reshape(-1).view(torch.uint8) for name, room in staged.items() if name not in made}:
             self.source.channel.ask("send", run.tensors)
-            stretches = [Stretch(False, run.offsets[name], run.offsets[name] + len(room)) for name, room in rooms.items()]
+            stretches = [ByteRange(False, run.offsets[name], run.offsets[name] + len(room)) for name, room in rooms.items()]
             for _ in self.source.fill(run, self.source.device, stretches, iter(rooms.values())):
                 pass
 

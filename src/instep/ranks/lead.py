@@ -10,7 +10,7 @@ from instep.errors import SourceError
 from instep.plan.shards import share_out
 from instep.protocol import TensorMeta, decode
 from instep.ranks.channel import Channel
-from instep.ranks.gather import Meeting, Stretch, lists, take_all
+from instep.ranks.gather import ByteRange, Meeting, lists, take_all
 from instep.ranks.run import Run
 from instep.ranks.standing import Standing
 from instep.source.sharded import Description, ShardedModule, Told
@@ -86,7 +86,7 @@ class RankedSource:
     def _gathered(self, names: list[str]) -> dict[str, torch.Tensor]:
         run, found = self.runs[True], {}
         wanted = list(run.stretches(names))
-        stretches = [Stretch(True, low, high) for low, high, _ in wanted]
+        stretches = [ByteRange(True, low, high) for low, high, _ in wanted]
         taken = take_all(self.meeting, run, self.module.memory, self.device, stretches, self._rooms(stretches))
         for (low, _, together), room in zip(wanted, taken, strict=True):
             for meta in together:
@@ -94,11 +94,11 @@ class RankedSource:
                 found[meta.name] = room[at : at + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
         return found
 
-    def _rooms(self, stretches: Sequence[Stretch]) -> Iterator[torch.Tensor]:
+    def _rooms(self, stretches: Sequence[ByteRange]) -> Iterator[torch.Tensor]:
         """A new one for each, when it is needed."""
         return (torch.empty(stretch.high - stretch.low, dtype=torch.uint8, device=self.device) for stretch in stretches)
 
-    def fill(self, run: Run, device: torch.device, stretches: Sequence[Stretch], rooms: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def fill(self, run: Run, device: torch.device, stretches: Sequence[ByteRange], rooms: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Brings stretches of `run` together, one after the other, each in the next of `rooms`, which are on `device`. Each is complete for
         what the current stream does next.
 
@@ -131,7 +131,7 @@ class RankedSource:
         run = self.run(self.descriptions[0].tensors)
         self.note()
         self.channel.ask("send", run.tensors)
-        stretches = [Stretch(False, run.offsets[name], run.offsets[name] + meta.nbytes) for name, meta in run.metas.items()]
+        stretches = [ByteRange(False, run.offsets[name], run.offsets[name] + meta.nbytes) for name, meta in run.metas.items()]
         for (name, meta), room in zip(run.metas.items(), self.fill(run, self.device, stretches, self._rooms(stretches)), strict=True):
             yield name, room.view(getattr(torch, meta.dtype)).view(meta.shape)
 

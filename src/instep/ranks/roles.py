@@ -15,7 +15,7 @@ from instep.protocol import decode
 from instep.ranks.channel import Channel
 from instep.ranks.follow import Follower, Outcome, outcome_of
 from instep.ranks.lead import RankedSource
-from instep.ranks.presence import Presence
+from instep.ranks.liveness import Liveness
 from instep.ranks.transports import RankedTransport
 from instep.receipt import Receipt
 from instep.shielded import to_the_end
@@ -44,7 +44,7 @@ class Lead:
         try:
             channel.begin(call, version)
             if isinstance(self.source, RankedSource):  # otherwise nobody is needed, and nobody need come
-                present = [decode(other, Presence) for other in await to_the_end(lambda: asyncio.to_thread(channel.ask, "begin"))]
+                present = [decode(other, Liveness) for other in await to_the_end(lambda: asyncio.to_thread(channel.ask, "begin"))]
                 channel.spread = any(other.host != host() for other in present)
                 for rank, other in enumerate(present, 1):
                     channel.watch.see(rank, other)

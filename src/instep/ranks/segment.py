@@ -19,8 +19,8 @@ from instep.digest import BLOCK_BYTES, Bytes, all_flags, all_sums, from_flags, f
 from instep.errors import SourceError, TransportError
 from instep.protocol import TensorMeta
 from instep.ranks.run import Memory, Run
+from instep.transport.bucket_digests import Result
 from instep.transport.shm import directory
-from instep.transport.tally import Result
 
 
 class Write(msgspec.Struct, frozen=True):

@@ -10,16 +10,16 @@ import torch
 from instep.errors import InstepError
 from instep.plan.buckets import ALIGN, buckets
 from instep.protocol import Identity, TensorMeta, decode
-from instep.ranks.gather import Stretch
+from instep.ranks.gather import ByteRange
 from instep.ranks.ipc import SharedIpc
 from instep.ranks.lead import RankedSource
 from instep.ranks.segment import Sums, Write, add_up, compare, sum_up, write
 from instep.transport import Placed, Transport
 from instep.transport.auto import AutoTransport
 from instep.transport.broadcast import BroadcastTransport
+from instep.transport.bucket_digests import Result, Tally, Values
 from instep.transport.http import HttpTransport
 from instep.transport.shm import Segment, ShmTransport
-from instep.transport.tally import Result, Tally, Values
 
 
 class SharedShm(ShmTransport):
@@ -29,8 +29,8 @@ class SharedShm(ShmTransport):
         super().__init__()
         self.source = source
 
-    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
-        return super().consider(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
+    def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+        return super().why_not(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
 
     def _brought(self, segment: Segment, tensors: list[TensorMeta], _: Values) -> Result:
         source, channel = self.source, self.source.channel
@@ -80,7 +80,7 @@ class Gathering(BroadcastTransport):
     def _packed(self, tensors: list[TensorMeta], _: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         run = self.source.run(tensors)
         self.source.channel.ask("send", tensors)
-        stretches = [Stretch(False, low, high, self.step) for low, high in buckets(run.size, self.way.bucket)]
+        stretches = [ByteRange(False, low, high, self.step) for low, high in buckets(run.size, self.way.bucket)]
         rooms = (room(index, stretch.high - stretch.low) for index, stretch in enumerate(stretches))
         if not self.whole:
             yield from self.source.fill(run, self.device, stretches, rooms)

@@ -6,9 +6,9 @@
     evidence.py what an engine derives from weights: two looks at all that its modules hold (memory.py), a rehearsal between them
     rebuilt.py  layers that the engine packs, made anew from copied regions
     regions.py  what is copied and compared: parts of tensors
-    arrival.py  how a version's bytes come in: seen from here, or pulled out of a GPU's memory (pull.py), passing by (stream.py, aside.py)
-    watch.py    whether live storage holds what routes bring, by sums
-    held.py     what is in live storage, to compare with a checkpoint
+    arrival.py  how a version's bytes come in: seen from here, pulled out of a GPU's memory (pull.py), passing by (stream.py, streamed.py)
+    cuda_compare.py  whether live storage holds what routes bring, by sums
+    readback.py what is in live storage, to compare with a checkpoint
     adapter.py  a LoRA adapter as a host of its own
     state.py    the nine calls (hello, trace, prepare, ready, commit, accept, abort, status, digest) and the state between them
 

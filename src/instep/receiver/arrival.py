@@ -17,7 +17,7 @@ import torch
 
 from instep.errors import DigestMismatch, TransportError
 from instep.protocol import Manifest, Route, TensorMeta
-from instep.receiver import watch
+from instep.receiver import cuda_compare
 from instep.receiver.apply import Applier
 from instep.receiver.copies import Copies
 from instep.receiver.proof import Proof, check_places
@@ -109,7 +109,7 @@ class Pulled:
         self.direct: Parts = {}
         self.puller: Puller | None = None  # of direct layers, where there are any
         self.watched: Copies | None = None
-        self.reads: tuple[watch.Reads, list[int]] | None = None
+        self.reads: tuple[cuda_compare.Reads, list[int]] | None = None
         reader.wait_for(launch)  # before anything is pulled, or written
 
     def tensors_of(self) -> list[TensorMeta]:
@@ -128,28 +128,28 @@ class Pulled:
         return self.tensors
 
     def held(self, watched: Copies) -> Sequence[object]:
-        return watch.held(watched, self.metas, self.reader.device)
+        return cuda_compare.held(watched, self.metas, self.reader.device)
 
     def brought(self, watched: Copies) -> Sequence[object]:
         reads, sums = self._read()
         return reads.brought(sums)[: len(watched.asked)]
 
-    def _read(self) -> tuple[watch.Reads, list[int]]:
+    def _read(self) -> tuple[cuda_compare.Reads, list[int]]:
         """What layers that are not direct read, and what is cut up here."""
         if self.reads is None:
             reads = self._reads()
-            summed = watch.summed(list(chain.from_iterable(reads.runs)), len(reads.regions), self.reader.device)
+            summed = cuda_compare.summed(list(chain.from_iterable(reads.runs)), len(reads.regions), self.reader.device)
             self.reads = reads, reads.sums(summed, self.reader.sums(), self.tensors)
         return self.reads
 
-    def _reads(self) -> watch.Reads:
+    def _reads(self) -> cuda_compare.Reads:
         """The same object for the same copies between the same addresses: it takes milliseconds."""
         pulled, others = self.puller, self.watched
         if pulled and pulled.reads and pulled.reads[0] is others:
-            known: watch.Reads = pulled.reads[1]
+            known: cuda_compare.Reads = pulled.reads[1]
             return known
         asked = [*(others.asked if others else ()), *(pulled.moves.asked if pulled else ())]
-        reads = watch.Reads(asked, self.every, self.metas, self.reader.places)
+        reads = cuda_compare.Reads(asked, self.every, self.metas, self.reader.places)
         if pulled:
             pulled.reads = others, reads
         return reads

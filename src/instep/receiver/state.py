@@ -49,13 +49,13 @@ from instep.receiver import Host
 from instep.receiver.adapter import AdapterHost, check_base, check_merged
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import Prepared, arrive, check_arrival
-from instep.receiver.held import held
 from instep.receiver.kept import Kept
 from instep.receiver.lease import Lease
+from instep.receiver.readback import held
 from instep.receiver.request import Expected, decode_prepare
 from instep.receiver.served import Serves, Taken
 from instep.receiver.trace import trace
-from instep.transport import Me, Reader, host, open_location, uuid_of
+from instep.transport import Reader, WorkerContext, host, open_location, uuid_of
 
 METHODS = get_args(Method)
 WRITES = ("trace", "reserve", "prepare", "commit", "accept")
@@ -68,7 +68,7 @@ class Receiver(Serves):
     open_reader: how a published version is opened; tests replace it.
     """
 
-    def __init__(self, host: Host, open_reader: Callable[[Manifest, Me], Reader] = open_location) -> None:
+    def __init__(self, host: Host, open_reader: Callable[[Manifest, WorkerContext], Reader] = open_location) -> None:
         super().__init__()
         self.host = host
         self.open_reader = open_reader
@@ -185,7 +185,7 @@ class Receiver(Serves):
         self._give_up()
         listed = self.incarnation in wanted.workers  # not by rank: replicas of an engine each count from zero
         share = (wanted.workers.index(self.incarnation), len(wanted.workers)) if listed else (0, 1)
-        reader = self.open_reader(manifest, Me(self.incarnation, wanted.timeout, self.host.device, share))
+        reader = self.open_reader(manifest, WorkerContext(self.incarnation, wanted.timeout, self.host.device, share))
         arrival: Future[tuple[float, dict[str, int]]] = Future()
         if reader.fetches:
             arrival = self.checker.submit(check_arrival, manifest, reader)

@@ -1,5 +1,5 @@
 """A version that passes by in buckets during a commit: what direct layers take of each goes straight into live storage, and is summed up on
-the way, before the next but one takes its place. What other layers need is put aside (see `aside.py`).
+the way, before the next but one takes its place. What other layers need is put aside (see `streamed.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from instep.digest_cuda import Run, Table, added, in_one
 from instep.plan.buckets import Piece, cut, pieces
 from instep.plan.rows import Rows, contiguous
 from instep.protocol import Manifest, TensorMeta
-from instep.receiver import watch
+from instep.receiver import cuda_compare
 from instep.receiver.apply import Applier
-from instep.receiver.aside import Aside
 from instep.receiver.copies import Copies
 from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, moves
 from instep.receiver.regions import copy_regions
+from instep.receiver.streamed import StreamedStateDict
 
 
 def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
@@ -68,7 +68,7 @@ class Scatter:
         ]
         self.slots = {name: slot for slot, name in enumerate(sorted(self.aside), self.moves.slots)}
         asked = [*(watched.asked if watched else ()), *self.moves.asked]
-        self.reads = watch.Reads(asked, copies.every, self.metas, places)
+        self.reads = cuda_compare.Reads(asked, copies.every, self.metas, places)
         self.tables = [self._tables(index, bucket) for index, bucket in enumerate(buckets)]
 
     def _tables(self, index: int, bucket: torch.Tensor) -> list[Table]:
@@ -104,7 +104,7 @@ class Streamed:
         self.direct: Parts = {}
         self.theirs: dict[str, int] = {}
         self.read: list[int] = []
-        self.aside: Aside | None = None
+        self.aside: StreamedStateDict | None = None
         reader.begin()  # nothing is written before it is known that all take part
 
     def tensors_of(self) -> list[TensorMeta]:
@@ -117,7 +117,7 @@ class Streamed:
             copies.worked_out = (at, Scatter(copies, watched, self.manifest, self.reader.parts, self.in_one))
         self.copies, self.scatter = copies, copies.worked_out[1]
         kept = self._twice() if in_turn else self.scatter.aside
-        self.aside = Aside(self.scatter.metas, self.scatter.aside, kept, self._passing(ahead=not in_turn), self.reader.device)
+        self.aside = StreamedStateDict(self.scatter.metas, self.scatter.aside, kept, self._passing(ahead=not in_turn), self.reader.device)
         if in_turn:
             self.aside.take()  # from here on nothing is under way unless somebody asks for it
         else:
@@ -152,7 +152,7 @@ class Streamed:
         self.read = self.scatter.reads.sums(read, self.wholes, aside)
 
     def held(self, watched: Copies) -> Sequence[object]:
-        return watch.held(watched, self.scatter.metas, self.reader.device)
+        return cuda_compare.held(watched, self.scatter.metas, self.reader.device)
 
     def brought(self, watched: Copies) -> Sequence[object]:
         self._take_all()

@@ -14,14 +14,14 @@ import torch
 
 from instep.errors import SourceError
 from instep.plan.shards import of_range
-from instep.source.held import Held
+from instep.source.local_shard import LocalShard
 
 
 def partitioned(param: Any) -> bool:
     return hasattr(param, "ds_id") and getattr(param, "ds_tensor", None) is not None
 
 
-def partition(name: str, param: Any) -> Held:
+def partition(name: str, param: Any) -> LocalShard:
     shape, count = tuple(param.ds_shape), int(param.ds_tensor.ds_numel)
     rank = torch.distributed.get_rank(_ranks_of(param))
     low = rank * count
@@ -36,7 +36,7 @@ def partition(name: str, param: Any) -> Held:
         flat: torch.Tensor = tensor.detach().reshape(-1)
         return flat
 
-    return Held(shape, param.ds_tensor.dtype, of_range(low, high, shape) if low < high else [], memory)
+    return LocalShard(shape, param.ds_tensor.dtype, of_range(low, high, shape) if low < high else [], memory)
 
 
 def _ranks_of(param: Any) -> Any:

@@ -14,18 +14,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from instep.plan.shards import of_range
-from instep.source.held import Held, of_dtensor
+from instep.source.local_shard import LocalShard, of_dtensor
 
 Slot = tuple[int, str]
 """The id of a module and the name of a parameter in it."""
 
 
-def shards(root: nn.Module) -> dict[Slot, Held]:
-    """What FSDP of either version holds of the parameters of `root`. Tied parameters have one `Held`."""
+def shards(root: nn.Module) -> dict[Slot, LocalShard]:
+    """What FSDP of either version holds of the parameters of `root`. Tied parameters have one `LocalShard`."""
     return {slot: held for module in root.modules() for slot, held in _of_module(module)}
 
 
-def _of_module(module: nn.Module) -> Iterator[tuple[Slot, Held]]:
+def _of_module(module: nn.Module) -> Iterator[tuple[Slot, LocalShard]]:
     if isinstance(module, FSDPModule):
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -44,7 +44,7 @@ def _sharded(param: Any) -> Callable[[], Any]:
     return lambda: param.sharded_param
 
 
-def _of_flat_param(handle: Any) -> Iterator[tuple[Slot, Held]]:
+def _of_flat_param(handle: Any) -> Iterator[tuple[Slot, LocalShard]]:
     """FSDP1: parameters one after the other in a flat one, with padding between them and at its end, cut into equal parts."""
     flat_param = handle.flat_param
 
@@ -55,14 +55,14 @@ def _of_flat_param(handle: Any) -> Iterator[tuple[Slot, Held]]:
 
     size = len(memory())
     first = handle.rank * size if handle.uses_sharded_strategy else 0
-    owners: dict[Slot, Held] = {}
+    owners: dict[Slot, LocalShard] = {}
     infos, shapes, start = iter(flat_param._param_infos), iter(flat_param._shapes), 0
     for count, padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
         if not padding:
             info, shape = next(infos), tuple(next(shapes))
             low, high = max(start, first), min(start + count, first + size)
             extents = of_range(low - start, high - start, shape, at=low - first) if low < high else []
-            owners[id(info.module), info.param_name] = Held(shape, flat_param.dtype, extents, memory)
+            owners[id(info.module), info.param_name] = LocalShard(shape, flat_param.dtype, extents, memory)
         start += count
     yield from owners.items()
     for info in flat_param._shared_param_infos:

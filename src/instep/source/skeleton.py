@@ -21,7 +21,7 @@ from instep.protocol import ITEM_BYTES, dtype_name
 from instep.source.bare import AROUND, adapter_state, adapters, own_attributes
 from instep.source.deepspeed import engine_module, partition, partitioned
 from instep.source.fsdp import Slot, shards
-from instep.source.held import Held, of_dtensor, whole
+from instep.source.local_shard import LocalShard, of_dtensor, whole
 from instep.source.names import WRAPPER_SEGMENTS
 from instep.source.tensors import check, identity
 
@@ -45,7 +45,7 @@ class Skeleton:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, LocalShard] = {}
         self._sharded = shards(root)
         self._shapes: dict[Hashable, torch.Tensor] = {}  # by what is equal for tied tensors
         self._twins: dict[int, nn.Module] = {}
@@ -102,7 +102,7 @@ class Skeleton:
         key = id(tensor) if tensor.is_meta or not tensor.numel() else identity(tensor)
         return self._shape(key, lambda: whole(get))
 
-    def _shape(self, key: Hashable, hold: Callable[[], Held]) -> torch.Tensor:
+    def _shape(self, key: Hashable, hold: Callable[[], LocalShard]) -> torch.Tensor:
         if key not in self._shapes:
             held = hold()
             shape = nn.Parameter(torch.empty(held.shape, dtype=held.dtype, device="meta"), requires_grad=False)
@@ -133,7 +133,7 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)] if isinstance(module, FSDPModule) else kind
 
 
-def _check(name: str, held: Held) -> None:
+def _check(name: str, held: LocalShard) -> None:
     memory = held.memory()
     if memory.numel():
         check(name, memory)

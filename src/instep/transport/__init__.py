@@ -6,11 +6,11 @@ and a new engine catches up by opening the current version.
     shm.py        POSIX shared memory, for engines on the trainer's host
     http.py       HTTP, where nothing faster reaches an engine; http_reader.py is the workers' side
     ipc.py        CUDA IPC, for trainer and engines on GPUs of one host; ipc_reader.py is the workers' side
-    exposed.py    what one process of a trainer shares of its GPU memory; driver.py is what that asks of CUDA
+    ipc_export.py what one process of a trainer shares of its GPU memory; driver.py is what that asks of CUDA
 
 Broadcast: the trainer sends to all workers at once, bucket by bucket. For engines on other hosts.
 
-    broadcast.py  NCCL or Gloo, over a private group of group.py; incoming.py is the workers' side
+    broadcast.py  NCCL or Gloo, over a private group of group.py; broadcast_reader.py is the workers' side
     auto.py       which one of all these, and why
 
 In all of them:
@@ -45,7 +45,7 @@ class Published:
     non_finite: tuple[str, ...] = field(default=())
     """Tensors with a NaN or an infinity. They are sent all the same."""
     launch: int = 0
-    """Where workers can read the sums by themselves: which ones (see `exposed.Exposed`)."""
+    """Where workers can read the sums by themselves: which ones (see `ipc_export.Exposed`)."""
 
 
 Read = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -80,7 +80,7 @@ class Placed:
 class Sending(Protocol):
     """What the trainer does while workers take a step of a push."""
 
-    async def unless(self, step: Awaitable[T]) -> T:
+    async def abort_on_failure(self, step: Awaitable[T]) -> T:
         """Waits for a worker's step. Where it fails, the others' waits for bytes end too."""
 
 
@@ -94,10 +94,10 @@ class Transport(Protocol):
     def early(self) -> bool:
         """Whether the digests are known before the commit."""
 
-    def hasten(self) -> None:
+    def prefetch(self) -> None:
         """Another version of the same source is about to be published: what can be done before it is looked at may be done."""
 
-    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+    def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         """Who will read the next publication, made of tensors on `device`. The reason why this transport cannot bring it, or None."""
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
@@ -126,18 +126,18 @@ class Pull:
 
     late, early = False, True
 
-    def hasten(self) -> None: ...
+    def prefetch(self) -> None: ...
 
     @asynccontextmanager
     async def serving(self, _: str) -> AsyncIterator[Sending]:
         yield self
 
-    async def unless(self, step: Awaitable[T]) -> T:
+    async def abort_on_failure(self, step: Awaitable[T]) -> T:
         return await step
 
 
 @dataclass(frozen=True, slots=True)
-class Me:
+class WorkerContext:
     """A worker, to the transport that it reads from. timeout: seconds that it may wait for others in one step. device: PyTorch's name.
 
     share: of the bytes that the engine's other workers see too it looks at this part, of so many.
@@ -177,10 +177,10 @@ class Reader(Protocol):
         """No view may be used afterwards. False while somebody still has one: then it can be called again."""
 
 
-def open_location(manifest: Manifest, me: Me) -> Any:
+def open_location(manifest: Manifest, me: WorkerContext) -> Any:
     """The reader for a manifest. Raises `TransportError` where it cannot be opened from this process."""
+    from instep.transport.broadcast_reader import StagedReader, StreamReader
     from instep.transport.http_reader import HttpReader
-    from instep.transport.incoming import StagedReader, StreamReader
     from instep.transport.ipc_reader import IpcReader
     from instep.transport.shm import ShmReader
 

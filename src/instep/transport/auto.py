@@ -79,7 +79,7 @@ class AutoTransport:
             raise TransportError("the WeightSync was closed", next_step="make a new one")
         against: dict[str, str] = {}
         for name, candidate in self.candidates.items():
-            reason = str(self.refused[name]) if name in self.left_out else candidate.consider(device, workers)
+            reason = str(self.refused[name]) if name in self.left_out else candidate.why_not(device, workers)
             if reason is None:
                 try:
                     published = candidate.publish(tensors, values)
@@ -124,9 +124,9 @@ class AutoTransport:
         for name in self.left_out:
             self.refused[name].skipped -= 1
 
-    def hasten(self) -> None:
+    def prefetch(self) -> None:
         if self.used is not None:
-            self.used.hasten()
+            self.used.prefetch()
 
     @property
     def late(self) -> bool:

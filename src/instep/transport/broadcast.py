@@ -29,8 +29,8 @@ from instep.plan.buckets import layout
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Sending, elsewhere, uuid_of
 from instep.transport.again import check
+from instep.transport.bucket_digests import DeviceTally, First, HostTally, Result, Tally, Values, pack, sums_of
 from instep.transport.group import Group, address_towards, give_up, serve
-from instep.transport.tally import DeviceTally, First, HostTally, Result, Tally, Values, pack, sums_of
 
 T = TypeVar("T")
 
@@ -69,9 +69,9 @@ class BroadcastTransport:
         self.running: Future[Any] | None = None
         self.under_way = 0  # steps of engines
 
-    def hasten(self) -> None: ...
+    def prefetch(self) -> None: ...
 
-    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+    def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         self.wanted = {worker.incarnation: 1 + index for index, worker in enumerate(workers)}
         self.local = elsewhere(workers) is None
         if not self.way.on_gpu:
@@ -121,7 +121,7 @@ class BroadcastTransport:
         if step == "prepare" and isinstance(failure := self.running.result(), SourceError):
             raise failure  # of a commit the engines say what they serve now
 
-    async def unless(self, step: Awaitable[T]) -> T:
+    async def abort_on_failure(self, step: Awaitable[T]) -> T:
         self.under_way += 1
         try:
             return await step

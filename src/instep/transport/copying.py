@@ -17,8 +17,8 @@ from instep.plan.buckets import layout, padded
 from instep.protocol import TensorMeta
 from instep.transport import Placed
 from instep.transport.again import described_as, second
-from instep.transport.exposed import whole
-from instep.transport.tally import Result
+from instep.transport.bucket_digests import Result
+from instep.transport.ipc_export import whole
 
 BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
 

@@ -47,7 +47,7 @@ class HttpTransport(ShmTransport):
         self.server: _Server | None = None
         self.given_up: set[str] = set()
 
-    def consider(self, _: torch.device, workers: Sequence[Identity]) -> str | None:
+    def why_not(self, _: torch.device, workers: Sequence[Identity]) -> str | None:
         self.host = "127.0.0.1" if elsewhere(workers) is None else own_address()
         return None
 
@@ -61,7 +61,7 @@ class HttpTransport(ShmTransport):
         address = f"{self.host}@{self.server.server_port}@{location.address}"
         return replace(published, location=structs.replace(location, address=address))
 
-    async def unless(self, step: Awaitable[T]) -> T:
+    async def abort_on_failure(self, step: Awaitable[T]) -> T:
         try:
             return await step
         except InstepError:

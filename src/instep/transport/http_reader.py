@@ -13,8 +13,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from instep.digest import digests
 from instep.errors import TransportError
 from instep.protocol import Manifest, TensorMeta
-from instep.transport import Me
-from instep.transport.incoming import StagedReader
+from instep.transport import WorkerContext
+from instep.transport.broadcast_reader import StagedReader
 
 ADDRESS = re.compile(r"([\w.:-]+)@(\d{1,5})@([0-9a-f]{32})")
 CHUNK = 1 << 20
@@ -26,7 +26,7 @@ AGAIN = 0.2  # seconds between two attempts
 class HttpReader(StagedReader):
     """attempts: how often it had to ask."""
 
-    def __init__(self, manifest: Manifest, me: Me) -> None:
+    def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         found = ADDRESS.fullmatch(manifest.location.address)
         if found is None:
             raise TransportError("the manifest's address is none of an HTTP server")

@@ -21,7 +21,7 @@ from instep.errors import SourceError, TransportError
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Pull, Sending, elsewhere
 from instep.transport.again import second
-from instep.transport.exposed import Exposed, located, place_of, whole
+from instep.transport.ipc_export import Exposed, located, place_of, whole
 
 T = TypeVar("T")
 AHEAD = 0.001
@@ -76,13 +76,13 @@ class IpcTransport(Pull):
         self.summed: Published | None = None
         self.hastened = False
 
-    def consider(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
+    def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         if device.type != "cuda":
             return f"the trainer's tensors are on {device.type}"
         other = next((worker.device for worker in workers if not worker.device.startswith("cuda")), None)
         return f"an engine's worker is on {other}" if other else elsewhere(workers)
 
-    def hasten(self) -> None:
+    def prefetch(self) -> None:
         """Sums up anew what was shared last. If it turns out to be the source still, that need not be done any more."""
         layout = self.layout
         self.hastened = layout is not None and layout.place is not None and not layout.staged and layout.exposed.stay()
@@ -168,7 +168,7 @@ class Beside:
     def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
 
-    async def unless(self, step: Awaitable[T]) -> T:
+    async def abort_on_failure(self, step: Awaitable[T]) -> T:
         under_way = asyncio.ensure_future(step)
         try:
             await asyncio.wait([under_way], timeout=AHEAD)

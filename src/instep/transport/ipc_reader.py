@@ -12,7 +12,7 @@ from instep.digest_cuda import Table, warm_up
 from instep.errors import TransportError
 from instep.plan.rows import Rows, rows_of_place, run_of
 from instep.protocol import Manifest, TensorMeta
-from instep.transport import Me, driver
+from instep.transport import WorkerContext, driver
 
 LOOK = 0.00002
 """Seconds between two looks at a trainer's board."""
@@ -37,7 +37,7 @@ class IpcReader:
 
     arrived = split = streams = False
 
-    def __init__(self, manifest: Manifest, me: Me) -> None:
+    def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         self.device, self.timeout = current_gpu(), me.timeout
         self.fetches = self.device not in WARM
         self.location = manifest.location

@@ -29,10 +29,10 @@ from instep.errors import TransportError
 from instep.forked import Own, close, keep
 from instep.plan.buckets import layout
 from instep.protocol import Identity, Location, Manifest, TensorMeta
-from instep.transport import Me, Placed, Published, Pull, elsewhere
+from instep.transport import Placed, Published, Pull, WorkerContext, elsewhere
+from instep.transport.bucket_digests import Result
 from instep.transport.copying import copied
 from instep.transport.mapped import Mapped
-from instep.transport.tally import Result
 
 NAME = re.compile(r"instep-[0-9a-f]{32}")
 
@@ -72,7 +72,7 @@ class ShmTransport(Pull):
         self.pool = ThreadPoolExecutor(max_workers=cores())
         self._at_exit = weakref.finalize(self, _close, self.segments, self.free, self.own)
 
-    def consider(self, _: torch.device, workers: Sequence[Identity]) -> str | None:
+    def why_not(self, _: torch.device, workers: Sequence[Identity]) -> str | None:
         return elsewhere(workers)
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
@@ -190,7 +190,7 @@ class Segment:
 class ShmReader(Mapped):
     """A worker's side: the segment of one manifest."""
 
-    def __init__(self, manifest: Manifest, me: Me) -> None:
+    def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         location, self.share, self.split = manifest.location, me.share, me.share[1] > 1
         if not NAME.fullmatch(location.address):
             raise TransportError(f"{location.address!r} is not a segment's name")

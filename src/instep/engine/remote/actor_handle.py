@@ -46,7 +46,7 @@ class ActorHandleEngine:
         await self._ask("refuse", reason)
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
-        """See `at_once.AtOnce`. One call to the actor instead of four while it is paused, where it has this method."""
+        """See `fused_commit.FusedCommit`. One call to the actor instead of four while it is paused, where it has this method."""
         if not hasattr(self.handle, "commit_at_once"):
             return None
         replies: list[bytes] | None = await self._ask("commit_at_once", payload, caches, version)

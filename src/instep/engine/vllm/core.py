@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from instep.engine import UNLABELLED
-from instep.engine.at_once import accepted, beside, goes_on, proved_together, refused, unchanged
+from instep.engine.fused_commit import accepted, beside, goes_on, proved_together, refused, unchanged
 from instep.engine.vllm.config import reaches_workers
 from instep.protocol import Identity, Reply, Request, decode, encode
 
 
 def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] | Future[list[bytes]]:
-    """What `at_once.AtOnce` says. core: an `EngineCore`. A future where it has a step to finish first, as from vLLM's own pause.
+    """What `fused_commit.FusedCommit` says. core: an `EngineCore`. A future where it has a step to finish first, as from vLLM's own pause.
 
     vLLM's loop waits for a message when that step has ended, and does not look whether there is work again by then: it gets one.
     """

@@ -65,7 +65,7 @@ class VllmEngine:
         await self.thread.run(lambda: self._utility("resume_scheduler"))
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
-        """See `at_once.AtOnce`."""
+        """See `fused_commit.FusedCommit`."""
         return await self.thread.run(lambda: self._commit(payload, version, reset=caches == "reset")) if self.at_once else None
 
     async def label(self, version: str) -> None:
@@ -115,7 +115,7 @@ class AsyncVllmEngine:
         await self._on_its_loop(self.llm.resume_generation())
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
-        """See `at_once.AtOnce`."""
+        """See `fused_commit.FusedCommit`."""
         return await self._on_its_loop(self._commit(payload, version, reset=caches == "reset")) if self.at_once else None
 
     async def label(self, version: str) -> None:

@@ -13,7 +13,7 @@ from instep.plan.shards import Extent, Interval, everything, of_intervals
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class LocalShard:
     """shape, dtype: of the whole tensor. extents: what of it lies in `memory()`.
 
     local: the tensor that this rank has, looked up at each call, because trainers move and swap their storage.
@@ -29,19 +29,19 @@ class Held:
         return self.local().detach().contiguous().reshape(-1)
 
 
-def whole(get: Callable[[], torch.Tensor]) -> Held:
+def whole(get: Callable[[], torch.Tensor]) -> LocalShard:
     """A tensor that every rank has."""
     tensor = get()
-    return Held(tuple(tensor.shape), tensor.dtype, everything(tensor.shape), get)
+    return LocalShard(tuple(tensor.shape), tensor.dtype, everything(tensor.shape), get)
 
 
-def of_dtensor(name: str, get: Callable[[], Any]) -> Held:
+def of_dtensor(name: str, get: Callable[[], Any]) -> LocalShard:
     """Raises `SourceError` for one whose values are still to be summed up."""
     tensor = get()
     intervals = local_intervals(name, tensor)
     # A mesh may leave this rank out, and small dimensions may leave it nothing.
     extents = of_intervals(intervals) if intervals is not None and all(intervals) else []
-    return Held(tuple(tensor.shape), tensor.dtype, extents, lambda: get()._local_tensor)
+    return LocalShard(tuple(tensor.shape), tensor.dtype, extents, lambda: get()._local_tensor)
 
 
 def local_intervals(name: str, tensor: Any) -> list[list[Interval]] | None:

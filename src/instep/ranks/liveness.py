@@ -11,7 +11,7 @@ import msgspec
 from instep.transport import host
 
 
-class Presence(msgspec.Struct, frozen=True):
+class Liveness(msgspec.Struct, frozen=True):
     """A process: its host, on which others may know it by the number `pid` if they have the same `numbers`."""
 
     host: str
@@ -19,12 +19,12 @@ class Presence(msgspec.Struct, frozen=True):
     pid: int
 
 
-def presence() -> Presence:
+def liveness() -> Liveness:
     """Of this process."""
     numbers = ""
     with suppress(OSError):
         numbers = os.readlink("/proc/self/ns/pid")
-    return Presence(host(), numbers, os.getpid())
+    return Liveness(host(), numbers, os.getpid())
 
 
 class Watch:
@@ -35,9 +35,9 @@ class Watch:
         self.files: dict[int, int] = {}
         self.ended: set[int] = set()
 
-    def see(self, rank: int, other: Presence) -> None:
+    def see(self, rank: int, other: Liveness) -> None:
         """To be called soon after the process has said who it is, once or again."""
-        me = presence()
+        me = liveness()
         if rank not in self.files and (other.host, other.numbers) == (me.host, me.numbers) and hasattr(os, "pidfd_open"):
             try:
                 self.files[rank] = os.pidfd_open(other.pid)

@@ -21,7 +21,7 @@ from instep.protocol import Reply, Request, WorkerReceipt, decode, encode, raw
 
 
 @runtime_checkable
-class AtOnce(Protocol):
+class FusedCommit(Protocol):
     """What an `Engine` may have beside its methods."""
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:

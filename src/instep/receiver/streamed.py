@@ -19,7 +19,7 @@ Passing = Iterator[list[tuple[Piece, torch.Tensor]]]
 """Of each bucket in order: parts of tensors, with their bytes, good until the next one."""
 
 
-class Aside(Mapping[str, torch.Tensor]):
+class StreamedStateDict(Mapping[str, torch.Tensor]):
     """The tensors `names`. An alias is what it stands for.
 
     kept: of which more than one question is answered. Each of the others is let go with the first.

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from instep.digest_cuda import Table
 from instep.errors import TransportError
-from instep.plan.rows import rows_of, run_of
+from instep.plan.rows import rows_of_place, run_of
 from instep.plan.shards import Piece
 from instep.protocol import ITEM_BYTES, Location, Place, TensorMeta, dtype_name, encode
 from instep.transport import driver

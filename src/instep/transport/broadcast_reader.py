@@ -17,10 +17,10 @@ from instep.digest_cuda import warm_up
 from instep.errors import TransportError
 from instep.plan.buckets import buckets
 from instep.protocol import Location, Manifest, TensorMeta
-from instep.transport import Me
+from instep.transport import WorkerContext
+from instep.transport.bucket_digests import HostTally
 from instep.transport.group import Group, find
 from instep.transport.mapped import Mapped
-from instep.transport.tally import HostTally
 
 
 class Buckets:
@@ -57,7 +57,7 @@ JOINED: dict[str, tuple[str, Group]] = {}
 """The group of each worker of this process, by its incarnation, with the address it was found at."""
 
 
-def join(location: Location, me: Me, device: torch.device) -> Group:
+def join(location: Location, me: WorkerContext, device: torch.device) -> Group:
     """The group that a version is sent to; joined anew when the trainer has made another."""
     if me.incarnation not in location.ranks:
         raise TransportError("this worker is not in the group that the version is sent to: it was restarted meanwhile. Push again")
@@ -76,7 +76,7 @@ def join(location: Location, me: Me, device: torch.device) -> Group:
 class StagedReader(Mapped):
     """A worker's side where versions are staged in memory of its own."""
 
-    def __init__(self, manifest: Manifest, me: Me) -> None:
+    def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         self.location, self.me, self.tensors = manifest.location, me, manifest.tensors
         file = _anonymous_file(self.location.nbytes)
         try:
@@ -103,7 +103,7 @@ class StreamReader:
     arrived = split = False
     fetches = streams = True
 
-    def __init__(self, manifest: Manifest, me: Me) -> None:
+    def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         self.location, self.me, self.device = manifest.location, me, torch.device(me.device)
         self.group: Group | None = None
         self.parts: list[torch.Tensor] = []  # the room of each bucket
