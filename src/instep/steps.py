@@ -83,7 +83,7 @@ class Push(Account):
             )
         with self.phase("describe"):
             if not begun:
-                session.transport.hasten()
+                session.transport.prefetch()
             found = session.source.look()
             tensors = found.metadata
             if tensors != session.described or not tensors:

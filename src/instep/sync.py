@@ -103,7 +103,7 @@ class WeightSync:
             return False
         try:
             if not self._closed:
-                self._session.transport.hasten()
+                self._session.transport.prefetch()
             return not self._closed
         finally:
             self._busy.release()
