@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from code_answers import RIGHT, WRONG
-from rollouts import request, run
+from rollouts import TOKENIZER, encode, request, run
 from sample_records import sample
 
 from instep.errors import ConfigError
+from instep.generation import GenerationResult, Label, RewardConfig
 from instep.generation.sandbox import Run, SandboxLimits, kept, run_python
 from instep.generation.verifiers import Answer, CodeTests, code, code_block
 
@@ -76,12 +76,10 @@ def test_a_program_that_loops_scores_0_once_the_time_of_all_its_tests_is_over(th
 def test_looping_programs_take_no_time_of_those_that_wait_for_a_place() -> None:
     verifier = CodeTests(SandboxLimits(seconds=5.0), at_once=1, seconds=1.0)
     texts = ["```python\nwhile True: pass\n```"] * 3 + ["```python\nprint(2)\n```"]
-
-    async def main() -> list[float]:
-        answers = [Answer(text, sample([]), request()) for text in texts]
-        return await asyncio.gather(*(verifier(answer, [{"input": "", "output": "2"}]) for answer in answers))
-
-    assert run(main()) == [0.0, 0.0, 0.0, 1.0]
+    label = Label("code", [{"input": "", "output": "2"}])
+    result = GenerationResult(request=request(labels=(label,), n=4), samples=[sample(encode(text)) for text in texts])
+    scored = run(RewardConfig(verifiers={"code": verifier}, seconds=2.0).build(TOKENIZER)(result)).samples
+    assert [(one.reward.score, one.reward.error) for one in scored if one.reward] == [(0.0, None)] * 3 + [(10.0, None)]
 
 
 def test_no_test_is_run_that_can_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_answers_that_hang_take_no_time_from_those_that_wait_behind_them(slow: M
 
 def test_a_verifier_is_sent_to_another_process_without_its_own(slow: Maths) -> None:
     sent = pickle.loads(pickle.dumps(slow))
-    assert (sent.seconds, sent.memory, sent.processes) == (0.3, 1 << 31, 1)
+    assert (sent.own_seconds, sent.memory, sent.processes) == (0.3, 1 << 31, 1)
 
 
 def test_a_process_that_does_not_start_breaks_the_verifier_and_says_so_in_the_reward(slow: Maths, tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rollouts import TOKENIZER, request, run
+from rollouts import TOKENIZER, encode, request, run
 from sample_records import sample
 from serving import SOON, FakeServing, Fleet
 
-from instep.generation import GenerationResult, Label, PromptId, RewardConfig
+from instep.generation import CodeTests, Format, GenerationResult, Label, PromptId, RewardConfig
+from instep.generation.sandbox import Run
 from instep.generation.types import Reward
+from instep.generation.verifiers import code
 from instep.generation.waiting import Turnstile
 
 
@@ -86,6 +88,50 @@ def test_the_time_of_a_verifier_begins_when_its_turn_has_come() -> None:
     result = GenerationResult(request=request(labels=(Label("v", 1),), n=20), samples=[sample([])] * 20)
     judged = run(RewardConfig(verifiers={"v": Slow()}, seconds=0.8).build(TOKENIZER)(result)).samples
     assert [one.reward.error for one in judged if one.reward] == [None] * 20
+
+
+FOREVER = "```python\nwhile True: pass\n```"
+BACKTRACKS = Format("(?:a|aa)+b", seconds=0.3)
+LATE: list[tuple[Any, Any, str]] = [
+    (CodeTests(seconds=1.0), [{"input": "", "output": "2"}], FOREVER),
+    (CodeTests(seconds=1.0), ["assert f() == 2"], FOREVER),
+    (BACKTRACKS, None, "a" * 1000),
+]
+
+
+@pytest.mark.parametrize(("verifier", "label", "text"), LATE, ids=["output", "statements", "pattern"])
+def test_an_answer_that_takes_all_time_that_its_verifier_gives_scores_0_however_short_the_reward_is(
+    verifier: Any, label: Any, text: str
+) -> None:
+    result = GenerationResult(request=request(labels=(Label("v", label),), n=6), samples=[sample(encode(text))] * 6)
+    judged = run(RewardConfig(verifiers={"v": verifier}, seconds=0.2).build(TOKENIZER)(result)).samples
+    assert [(one.reward.score, one.reward.error) for one in judged if one.reward] == [(0.0, None)] * 6
+
+
+def test_a_required_format_that_takes_all_its_time_is_not_met() -> None:
+    result = GenerationResult(request=request(), samples=[sample(encode("a" * 1000))])
+    (judged,) = run(RewardConfig(format=BACKTRACKS, format_reward=1.0, seconds=0.1).build(TOKENIZER)(result)).samples
+    assert judged.reward
+    assert (judged.reward.score, judged.reward.error) == (0.0, None)
+
+
+def test_no_more_programs_run_at_the_same_time_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = 0, 0
+
+    async def counted(*given: Any, **named: Any) -> Run:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return Run(output="2", end="exit", code=0, seconds=0.01)
+
+    monkeypatch.setattr(code, "run_python", counted)
+    label = Label("v", [{"input": "", "output": "2"}] * 3)
+    result = GenerationResult(request=request(labels=(label,), n=8), samples=[sample(encode("print(2)"))] * 8)
+    judged = run(RewardConfig(verifiers={"v": CodeTests(at_once=2)}).build(TOKENIZER)(result)).samples
+    assert [one.reward.score for one in judged if one.reward] == [10.0] * 8
+    assert most == 2
 
 
 def test_what_waits_for_its_turn_comes_in_order_and_passes_it_on_where_it_is_cancelled() -> None:

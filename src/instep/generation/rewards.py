@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[[GenerationResult], Coroutine[Any, Any, GenerationResult]]
 ENDED_WELL = ("stop", "done")
+BESIDE = 60.0
+"""Seconds that a verifier may take beside its own limit, to start processes and to end them; one that takes longer is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class RewardConfig:
     require_tool_success: verifiers count nothing unless a tool was called, and every call answered something, in time and without an error.
     non_stop_penalty: takes the place of the score of a sample that did not end by itself.
     error_score: the score of a sample where a verifier broke. Its `Reward.error` says how, and a warning is logged.
-    seconds: for one verifier on one sample, from when its turn comes (see `Verifier`); one that takes longer is broken.
+    seconds: for one verifier on one sample, from when its turn comes (see `Verifier`); one that takes longer is broken. A verifier with a
+        limit of its own, such as `CodeTests.seconds`, keeps to that one: it is the answer that takes too long there, and scores 0.
     """
 
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)
@@ -120,12 +123,14 @@ class RewardConfig:
         verifier = verifier or self.verifiers.get(label.verifier)
         if verifier is None:
             return RewardPart(label.verifier, 0.0, label.weight, "there is no such verifier")
+        own = getattr(verifier, "own_seconds", None)
+        seconds = self.seconds if own is None else own + BESIDE
         try:
             async with getattr(verifier, "turnstile", None) or nullcontext():
-                value = await bounded(verifier(answer, label.value), self.seconds)
+                value = await bounded(verifier(answer, label.value), seconds)
             return _part(label.verifier, value, label.weight)
         except TimeoutError:
-            return RewardPart(label.verifier, 0.0, label.weight, f"no score in {self.seconds:g} seconds")
+            return RewardPart(label.verifier, 0.0, label.weight, f"no score in {seconds:g} seconds")
         except Exception as error:
             return RewardPart(label.verifier, 0.0, label.weight, told(error))
 

@@ -37,6 +37,9 @@ class Verifier(Protocol):
 
     One that judges only so many answers at a time has a `turnstile` (`waiting.Turnstile`). An answer waits there for its turn, and
     `RewardConfig.seconds` begin when it has come.
+
+    One that ends its work by itself, and then gives a score, has `own_seconds`, the time that it gives an answer. It counts them from the
+    start of the work, and they take the place of `RewardConfig.seconds`.
     """
 
     async def __call__(self, answer: Answer, value: Any, /) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.generation.sandbox import Run, SandboxLimits, run_python
-from instep.generation.verifiers.base import Answer
+from instep.generation.verifiers.base import Answer, reading
 from instep.generation.verifiers.fences import code_block
 from instep.generation.waiting import Turnstile
 
@@ -32,9 +32,9 @@ class CodeTests:
     the values of its functions: the program has no part in the verdict. So an object of the program's own class equals no plain value
     there, and adds, subtracts and compares only with others of its kind.
 
-    threshold: a smaller part than this scores 0, and no more tests are run once it cannot be reached. at_once: programs that run at
-    the same time. seconds: for all tests of one answer, from the start of its first program; those that are left then fail. Raises
-    `ValueError` for a label that is no such list, `RuntimeError` where the sandbox runs no program at all.
+    threshold: a smaller part than this scores 0, and no more tests are run once it cannot be reached. at_once: answers that a
+    `RewardConfig` has judged at the same time. seconds: for all tests of one answer, from the start of its first program; those that
+    are left then fail. Raises `ValueError` for a label that is no such list, `RuntimeError` where the sandbox runs no program at all.
     """
 
     def __init__(
@@ -42,13 +42,12 @@ class CodeTests:
     ) -> None:
         self.limits = limits or LIMITS
         self.threshold = threshold
-        self.seconds = seconds
+        self.own_seconds = seconds
         self.turnstile = Turnstile(at_once or os.cpu_count() or 1)
-        self.places = asyncio.Semaphore(self.turnstile.at_once)
 
     async def __call__(self, answer: Answer, value: Sequence[str | dict[str, str]]) -> float:
         statements, exchanges = sorted_tests(value)
-        program = code_block(answer.text)
+        program = await reading(code_block, answer.text)
         work = Work(self, most=len(value), needed=math.ceil(self.threshold * len(value) - 1e-9))
         if statements:
             await work.judge(program, statements)
@@ -66,7 +65,7 @@ class Work:
         self.verifier = verifier
         self.may_fail = most - needed
         self.passed = self.failed = 0
-        self.left = verifier.seconds
+        self.left = verifier.own_seconds
 
     def open(self) -> bool:
         """Whether another test can matter."""
@@ -91,15 +90,14 @@ class Work:
         return replace(limits, seconds=min(limits.seconds, self.left), output=max(limits.output, output))
 
     async def run(self, start: Callable[[], Coroutine[Any, Any, Run]]) -> Run:
-        """A program's run, which waits for its place in nobody's time. One that is lost twice is the program's fault if others run."""
-        async with self.verifier.places:
-            began = time.monotonic()
+        """A program's run. One that is lost twice is the program's fault if others run."""
+        began = time.monotonic()
+        run = await start()
+        if run.end == "lost":
             run = await start()
-            if run.end == "lost":
-                run = await start()
-            self.left -= time.monotonic() - began
-            if run.end == "lost" and not (other := await run_python("", SandboxLimits(sandbox=self.verifier.limits.sandbox))).ok:
-                raise RuntimeError(f"the sandbox could not run the program: {other.output}")
+        self.left -= time.monotonic() - began
+        if run.end == "lost" and not (other := await run_python("", SandboxLimits(sandbox=self.verifier.limits.sandbox))).ok:
+            raise RuntimeError(f"the sandbox could not run the program: {other.output}")
         return run
 
 

@@ -29,6 +29,10 @@ class Numeric:
     def turnstile(self) -> Turnstile | None:
         return shared().turnstile if find_spec("math_verify") else None
 
+    @property
+    def own_seconds(self) -> float | None:
+        return shared().own_seconds if find_spec("math_verify") else None
+
     async def __call__(self, answer: Answer, value: str | float) -> float:
         label = str(value)
         found = await reading(read, answer.text)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from instep.extras import needed_by
 from instep.generation.verifiers.base import Answer, reading
 from instep.generation.verifiers.final import announced, final, marked
 from instep.generation.verifiers.number import WRAPPED
+from instep.generation.waiting import Turnstile
 
 ARTICLES = ("a", "an", "the")
 QUOTES = dict.fromkeys(map(ord, "\u2018\u2019\u201b`\u00b4"), "'") | dict.fromkeys(map(ord, "\u201c\u201d\u201e\u00ab\u00bb"), '"')
@@ -34,6 +36,7 @@ class Format:
 
     pattern: str | None = None
     seconds: float = 5.0
+    turnstile: Turnstile = field(default_factory=lambda: Turnstile(os.cpu_count() or 1), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.pattern is not None:
@@ -43,6 +46,10 @@ class Format:
                 regex.compile(self.pattern, regex.DOTALL)
             except regex.error as error:
                 raise ConfigError(f"{self.pattern!r} is no regular expression: {error}") from error
+
+    @property
+    def own_seconds(self) -> float:
+        return self.seconds
 
     async def __call__(self, answer: Answer, value: Any = None) -> float:  # noqa: ARG002
         if self.pattern is None:
