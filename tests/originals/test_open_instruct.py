@@ -30,7 +30,7 @@ from instep.dropin.open_instruct import (  # noqa: E402
     create_vllm_engines,
     init_process_group,
 )
-from instep.errors import ConfigError  # noqa: E402
+from instep.errors import ConfigError, TransportError  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.program]
 SOON = 120.0
@@ -161,6 +161,10 @@ def test_the_page_s_loop_updates_the_engine(story: Story) -> None:
         backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name="openrlhf", timeout=timedelta(minutes=1)
     )
     ray.get(joining, timeout=SOON)
+    story.group.timeout = 2.0
+    with pytest.raises(TransportError, match="nothing was sent: rank 1 was not called within 2 s"):  # a call was left out
+        torch.distributed.broadcast(torch.ones(4), 0, group=story.group)
+    story.group.timeout = 60.0
     said = {}
     for seed in (2, 3, 2):
         for name, param in tiny("llama", seed).named_parameters():

@@ -143,16 +143,24 @@ def test_a_caller_that_looks_for_exceptions_alone_hears_of_what_is_refused(
     assert generated(llm) == fresh
 
 
-def test_a_call_that_never_comes_to_the_workers_ends_the_trainers_broadcast(llm: Any, fresh: Any) -> None:
-    group = joined(llm, 60.0)
-    update(llm, group, tiny("qwen3", 2))
+@pytest.mark.parametrize(
+    ("method", "arguments", "why"),
+    [("update_weight", (ONE, "bfloat16", {4}, object()), "not serializable"), ("update_wait", (ONE, "bfloat16", [4]), "not implemented")],
+)
+def test_a_call_that_never_comes_to_the_workers_ends_the_trainers_broadcast(
+    llm: Any, model_update_group: Communicator, fresh: Any, method: str, arguments: Any, why: str
+) -> None:
+    """Soon, and no worker is a reply behind: the same group brings the next update."""
+    update(llm, model_update_group, tiny("qwen3", 3))
     started = time.monotonic()
-    handle = llm.collective_rpc.remote("update_weight", args=(ONE, "bfloat16", {4}, object()))  # which vLLM cannot send
-    with pytest.raises(TransportError, match=r"worker \d of the engine was not called for 10 s while this broadcast waited"):
-        group.broadcast(torch.ones(4), src=0)
-    assert time.monotonic() - started < 40
-    with pytest.raises(Exception, match="not serializable"):
+    handle = llm.collective_rpc.remote(method, args=arguments)
+    with pytest.raises(TransportError, match=r"nothing was sent: a call of the engine's workers failed on its way"):
+        model_update_group.broadcast(torch.ones(4), src=0)
+    assert time.monotonic() - started < 25
+    with pytest.raises(Exception, match=why):
         ray.get(handle, timeout=SOON)
+    assert [status["rank"] for status in ray.get(llm.collective_rpc.remote("instep_status"))] == [0, 1]
+    update(llm, model_update_group, tiny("qwen3", 2))
     assert generated(llm) == fresh
 
 

@@ -72,7 +72,11 @@ class Slow:
     def __init__(self) -> None:
         self.reason: str | None = None
 
-    def give_up(self, reason: str) -> None:
+    @property
+    def meeting(self) -> Slow:
+        return self
+
+    def call_off(self, reason: str) -> None:
         self.reason = reason
 
     def broadcast(self) -> None:

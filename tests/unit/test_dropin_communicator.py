@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_no_call_waits_longer_than_its_deadline() -> None:
     ranks = group(2, timeout=1)
     started = time.monotonic()
     with pytest.raises(TransportError, match="did not take part within 1 s"):
-        ranks[0].broadcast(torch.ones(4))
+        ranks[0].all_reduce(torch.ones(4))
     with pytest.raises(TransportError, match=r"another rank gave up|ended earlier"):
         ranks[1].broadcast(torch.ones(4))
     assert time.monotonic() - started < 10
@@ -189,6 +190,49 @@ def test_no_call_waits_longer_than_its_deadline() -> None:
     with pytest.raises(TransportError, match="does not answer"):
         join("127.0.0.1", free_port(), 1, 2, CPU, 1)
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("come", [0, 1])
+def test_a_broadcast_that_not_all_join_is_called_off_and_the_group_goes_on(ranks: list[Communicator], come: int) -> None:
+    """Also where some have come. Small tensors too, which Gloo would send ahead of ranks that are not there."""
+    waits, rooms = {0: "rank 1 was not called within 1 s", 1: "rank 2 was not called within 1 s"}, [torch.zeros(4) for _ in range(2)]
+
+    def alone() -> None:
+        ranks[0].timeout = 1
+        with pytest.raises(TransportError, match=waits[come]):
+            ranks[0].broadcast(torch.full((4,), 7.0))
+        ranks[0].timeout = 10
+
+    def called_off() -> None:
+        with pytest.raises(TransportError, match="rank 0 called its broadcast off: rank 2 was not called"):
+            ranks[1].broadcast(torch.zeros(4))
+
+    for _ in range(2):
+        at_once([alone, *[called_off] * come])
+        for source in (0, 0, 2):
+            sent = torch.rand(4)
+            others = [rank for rank in ranks if rank.rank != source]
+            receiving = [partial(rank.broadcast, room, source) for rank, room in zip(others, rooms, strict=True)]
+            at_once([partial(ranks[source].broadcast, sent, source), *receiving])
+            assert [room.tolist() for room in rooms] == [sent.tolist()] * 2
+
+
+def test_a_receiver_to_which_nothing_is_sent_stays_in_step(ranks: list[Communicator]) -> None:
+    ranks[1].timeout = 0.5
+    with pytest.raises(TransportError, match=r"rank 0 did not broadcast within 0\.5 s"):
+        ranks[1].broadcast(torch.zeros(4))
+    ranks[1].timeout = 10
+    rooms = [torch.zeros(4) for _ in range(2)]
+    at_once([lambda: ranks[0].broadcast(torch.ones(4)), lambda: ranks[1].broadcast(rooms[0]), lambda: ranks[2].broadcast(rooms[1])])
+    assert [room.tolist() for room in rooms] == [[1.0] * 4] * 2
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(ranks: list[Communicator]) -> None:
+    started = time.monotonic()
+    ranks[2].close()
+    with pytest.raises(TransportError, match="the process of rank 2 has ended, or has left the group"):
+        ranks[0].broadcast(torch.ones(4))
+    assert time.monotonic() - started < 5
 
 
 def test_who_gives_up_ends_the_others_waits() -> None:

@@ -56,7 +56,9 @@ def meanwhile(group: Communicator, action: Callable[[], None], calls: Sequence[F
         while not over.wait(0.05):
             failed = next((one.exception() for one in calls if one.done() and one.exception() is not None), None)
             if failed is not None and not over.wait(GRACE):
-                group.give_up(f"an engine failed: {failed}")
+                group.meeting.call_off(reason := f"an engine failed: {failed}")
+                if not over.wait(GRACE):  # all had come
+                    group.give_up(reason)
                 return
 
     threading.Thread(target=watch, daemon=True).start()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from instep.dropin.absent import at_work
 from instep.dropin.communicator import DEADLINE
 from instep.dropin.peers import Peers, of_worker
 from instep.dropin.together import as_instep
@@ -80,12 +78,10 @@ def _status(worker: Any, action: Callable[[], WorkerReceipt | None]) -> Status:
 def with_one_voice(worker: Any, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """What the action returns in this worker, or its error where another worker raises it."""
     result, failure = None, None
-    at_work(worker)
     try:
         result = action()
     except Exception as error:
         failure = error
-    at_work(worker, until=time.monotonic())
     number = vars(worker)["instep_calls"] = vars(worker).get("instep_calls", 0) + 1
     own = None if failure is None else as_instep(failure)
     told = peers_of(worker).end(number, own)

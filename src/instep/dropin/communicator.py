@@ -1,8 +1,8 @@
 """The group of the originals: calls on tensors of all ranks, each ended by a deadline.
 
-A header goes ahead of every broadcast: how many bytes follow, and their digest. So receivers know whether they got what the sender has, and
-one that expects something else takes the bytes all the same: the ranks stay in step. The header is a sum over all ranks, so that nothing is
-sent before all have come: bytes that nobody took would be taken for those of the next broadcast.
+All ranks meet before a broadcast (`meeting.py`): bytes that nobody took would be taken for those of the next one. They are told then how
+many bytes follow, and their digest. So receivers know whether they got what the sender has, and one that expects something else takes the
+bytes all the same: the ranks stay in step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp
 
 from instep.digest import MASK, digest, seed_of
 from instep.digest_cuda import Table, in_one
+from instep.dropin.meeting import Lines, Meeting
 from instep.errors import ConfigError, DigestMismatch, PlanError, TransportError
 from instep.protocol import ITEM_BYTES, TensorMeta, dtype_name
 from instep.transport.group import Group, find, serve
@@ -25,20 +26,19 @@ DEADLINE = 300.0
 
 OF_NCCL = {"nccl", "nccl_version", "unique_id", "comm", "from_unique_id_bytes", "register_comm_window", "register_comm_window_raw"}
 OF_NCCL |= {"deregister_comm_window", "suspend", "resume"}
-TURN = "turn"
-"""In a group's store: the number of the broadcast that its sender has begun."""
 
 
 class Communicator:
     """Rank `rank` of `world_size`, on `device`: NCCL for a GPU, Gloo for the CPU. Every call returns when its work is done.
 
     Calls raise `TransportError` at the deadline, when a peer is gone, or when another rank gave up. Names and arguments are those of
-    vLLM's `PyNcclCommunicator`; what only NCCL itself has is an `AttributeError` that says so.
+    vLLM's `PyNcclCommunicator`; what only NCCL itself has is an `AttributeError` that says so. lines: tell which peers are gone.
     """
 
-    def __init__(self, group: Group, timeout: float) -> None:
-        self.group, self.timeout = group, timeout
+    def __init__(self, group: Group, timeout: float, lines: Lines | None = None) -> None:
+        self.group, self.timeout, self.lines = group, timeout, lines
         self.rank, self.world_size, self.device = group.rank, group.size, group.device
+        self.meeting = Meeting(group, lines)
         self.turns = 0
         """Broadcasts that this rank has taken part in."""
         self._together: list[tuple[Callable[[], Any], Callable[[], None]]] | None = None
@@ -60,8 +60,8 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
         """Rank `src`'s tensor into everybody else's, of the same dtype and shape.
 
-        Raises `TransportError` on ranks whose tensor is of another dtype or shape, `DigestMismatch` where other bytes arrive. Both
-        leave the group in order.
+        Raises `TransportError` on ranks whose tensor is of another dtype or shape, `DigestMismatch` where other bytes arrive, and
+        `TransportError` on every rank where some do not take part within `timeout`. All of these leave the group in order.
         """
         self.turns += 1
         with self._on(stream):
@@ -74,7 +74,7 @@ class Communicator:
         """Takes part in a broadcast whose tensor this rank has no use for."""
         self.turns += 1
         with self._on(None):
-            nbytes = self._header([0, 0, 0])[0]
+            nbytes = self._told(src)[0]
             self._flat(torch.empty(nbytes, dtype=torch.uint8, device=self.device), src)
 
     def all_reduce(
@@ -176,17 +176,14 @@ class Communicator:
             for _, then in noted:
                 then()
 
-    def missed(self) -> bool:
-        """Whether another rank has begun a broadcast in which this one does not take part. Raises where the group's store is gone."""
-        store = self.group.store
-        return bool(store.check([TURN])) and int(store.get(TURN)) > self.turns
-
     def give_up(self, reason: str) -> None:
         """Ends every rank's waits. The group is of no more use."""
         self.group.give_up(reason)
 
     def close(self) -> None:
         self.group.close()
+        if self.lines is not None:
+            self.lines.close()
 
     def destroy(self) -> None:
         """`close`, by the name that vLLM has for it."""
@@ -198,14 +195,13 @@ class Communicator:
 
     def _send_all(self, data: torch.Tensor, src: int) -> None:
         meta = nameless(data)
-        self.group.store.set(TURN, str(self.turns))
-        self._header([data.nbytes, seed_of(meta), sum_of(data, meta)])
+        self.meeting.ask(f"{data.nbytes} {seed_of(meta)} {sum_of(data, meta)}", self.timeout)
         self._flat(_bytes(data), src)
 
     def _receive_all(self, tensor: torch.Tensor, src: int) -> None:
         room = tensor.detach().to(self.device).contiguous()
         meta = nameless(room)
-        nbytes, seed, sent = self._header([0, 0, 0])
+        nbytes, seed, sent = self._told(src)
         if (nbytes, seed) != (room.nbytes, seed_of(meta)):
             self._flat(torch.empty(nbytes, dtype=torch.uint8, device=self.device), src)
             raise TransportError(
@@ -217,12 +213,9 @@ class Communicator:
             raise DigestMismatch(f"a {meta.dtype} of shape {list(meta.shape)} arrived with digest {got:016x}, rank {src} sent {sent:016x}")
         _put(room, tensor)
 
-    def _header(self, values: list[int]) -> list[int]:
-        """The sender's values: those of all other ranks are zeros."""
-        signed = [value - (1 << 64) if value >> 63 else value for value in values]
-        header = torch.tensor(signed, dtype=torch.int64, device=self.device)
-        self._run(lambda: self.group.all_reduce(header))
-        return [value & MASK for value in header.tolist()]
+    def _told(self, src: int) -> list[int]:
+        """How many bytes rank `src` sends, the seed of their dtype and shape, their digest."""
+        return [int(value) for value in self.meeting.come(src, self.timeout).split()]
 
     def _flat(self, data: torch.Tensor, src: int) -> None:
         if data.numel():
@@ -261,7 +254,8 @@ def join(host: str, port: int, rank: int, world_size: int, device: torch.device,
         raise TransportError(f"rank 0 cannot serve the group's store at {host} port {port}: {error}") from error
     backend = "nccl" if device.type == "cuda" else "gloo"
     key = f"instep {backend} {key}"  # ranks of different backends do not meet: one would wait in a way that cannot be ended
-    return Communicator(Group(backend, store, key, rank, world_size, device, timeout), timeout)
+    group = Group(backend, store, key, rank, world_size, device, timeout)
+    return Communicator(group, timeout, Lines(group, host))
 
 
 def nameless(tensor: torch.Tensor) -> TensorMeta:

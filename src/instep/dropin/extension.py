@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from instep.dropin.absent import at_work, patience, watch
 from instep.dropin.calls import by_all, peers_of, with_one_voice
 from instep.dropin.communicator import DEADLINE, Communicator, dtype_of
 from instep.dropin.rounds import Rounds
@@ -47,14 +45,20 @@ class RoundsExtension(WorkerExtension):
         leave(self)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         engine = getattr(parallel, "data_parallel_index", 0)
-        group = vars(self)["model_update_group"] = enter(rank_offset + engine * parallel.world_size + self.rank)  # type: ignore[attr-defined]
-        watch(self, group, patience(timeout))
+        vars(self)["model_update_group"] = enter(rank_offset + engine * parallel.world_size + self.rank)  # type: ignore[attr-defined]
+
+    def instep_call_failed(self, reason: str) -> None:
+        """A call failed on its way to this worker (see `engine/vllm/failed_calls.py`): a trainer that waits for it need not wait."""
+        if (group := vars(self).get("model_update_group")) is not None:
+            group.meeting.refuse(f"a call of the engine's workers failed on its way: {reason}")
 
     def instep_receive(self, name: str, dtype: str | torch.dtype, shape: Any, *, last: bool | None) -> WorkerReceipt | None:
         """One broadcast of the trainer. last: see `Rounds.add`."""
         group: Communicator | None = vars(self).get("model_update_group")
         if group is None:
             raise PlanError("this worker is in no group: no trainer can broadcast to it", next_step="call the init method first")
+        if group.meeting.missed():
+            rounds_of(self).heard()
 
         def bring() -> torch.Tensor:
             try:
@@ -90,12 +94,7 @@ def rounds_of(worker: Any) -> Rounds:
         rounds = Rounds(receiver_for(worker), peers_of(worker), cast=worker.instep_cast)
         held["instep_rounds"] = rounds
         rounds.first = partial(loaded_from, worker)
-
-        def dirty() -> str | None:
-            at_work(worker, until=time.monotonic())  # a step begins
-            return rounds.together.dirty()
-
-        refuse_while(worker, dirty, rounds.settle)
+        refuse_while(worker, rounds.together.dirty, rounds.settle)
     found: Rounds = held["instep_rounds"]
     return found
 

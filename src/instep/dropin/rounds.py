@@ -125,6 +125,10 @@ class Rounds:
         if self.names:
             self._fail(error)
 
+    def heard(self) -> None:
+        """The trainer has heard of an error since the last name: it may begin anew."""
+        self.told = len(self.names)
+
     def leave(self) -> None:
         """Another trainer comes: what this one left is forgotten, and the order in which it sends."""
         self.begin()

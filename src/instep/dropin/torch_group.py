@@ -14,7 +14,7 @@ class TorchGroup(Communicator):
     """For `torch.distributed.broadcast(tensor, src, group=...)`, with ranks of this group. Its own methods stay as they are."""
 
     def __init__(self, communicator: Communicator) -> None:
-        super().__init__(communicator.group, communicator.timeout)
+        super().__init__(communicator.group, communicator.timeout, communicator.lines)
         distributed_c10d._world.pg_group_ranks[self] = {rank: rank for rank in range(self.world_size)}  # type: ignore[index]
 
     def broadcast(self, tensor: Any, src: Any = 0, stream: Any = None) -> Any:

@@ -89,7 +89,7 @@ class Group:
             self.wait(self.broadcast(first))  # NCCL connects with its first collective: here, where a deadline is kept
             self.settle()
         except Exception as error:
-            raise self._break("cannot form the group" + self._differences(), error) from error
+            raise self.end("cannot form the group" + self._differences(), error) from error
 
     def _differences(self) -> str:
         """What may be why ranks cannot be connected."""
@@ -113,8 +113,8 @@ class Group:
         while not self.store.check(places):
             if time.monotonic() - self.started > patience:
                 missing = next(rank for rank, name in enumerate(places) if not self.store.check([name]))
-                raise self._break("deadline", TransportError(f"rank {missing} of {self.size} did not come within {patience:g} s"))
-            self._look()
+                raise self.end("deadline", TransportError(f"rank {missing} of {self.size} did not come within {patience:g} s"))
+            self.look()
             time.sleep(0.0003)
         if self._met:  # whoever is here has left the place before
             self.store.delete_key(self._met)
@@ -160,8 +160,8 @@ class Group:
         try:
             work.wait()
         except Exception as error:
-            self._look(now=True)  # a peer that gave up says why
-            raise self._break("a peer failed", error) from error
+            self.look(now=True)  # a peer that gave up says why
+            raise self.end("a peer failed", error) from error
 
     def mark(self) -> Callable[[], bool]:
         """Tells whether the device has done everything that was asked of the current stream until now."""
@@ -180,18 +180,19 @@ class Group:
             if done():
                 return
             if self.over():
-                raise self._break("deadline", TransportError(f"peers did not take part within {self.timeout:g} s"))
-            self._look()
+                raise self.end("deadline", TransportError(f"peers did not take part within {self.timeout:g} s"))
+            self.look()
             time.sleep(0 if turn < 50 else 0.0002)
 
-    def _look(self, *, now: bool = False) -> None:
+    def look(self, *, now: bool = False) -> None:
+        """Raises `TransportError` where another rank gave up, or the store is gone."""
         if not now and time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
         try:
             gave_up = self.store.get(GAVE_UP).decode() if self.store.check([GAVE_UP]) else None
         except Exception as error:
-            raise self._break("the trainer's store is gone", error) from error
+            raise self.end("the trainer's store is gone", error) from error
         if gave_up is not None:
             self.close()
             raise TransportError(f"{self.backend} group: another rank gave up: {gave_up}")
@@ -209,7 +210,8 @@ class Group:
         ending.start()
         ending.join(1.0)  # a process that ends while NCCL is being torn down crashes
 
-    def _break(self, what: str, error: BaseException) -> TransportError:
+    def end(self, what: str, error: BaseException) -> TransportError:
+        """Ends every rank's waits. The error to raise."""
         if isinstance(error, TransportError) and self.broken:
             return error  # told already
         text = f"{self.backend} group, rank {self.rank} of {self.size}: {what}: {_first_line(error)}"

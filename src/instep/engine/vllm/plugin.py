@@ -1,8 +1,8 @@
 """What vLLM loads at its start, in every process, through the entry point `vllm.general_plugins`.
 
 It makes `instep` a name that `weight_transfer_config` knows, gives vLLM's `EngineCore` the utility call `instep_commit` (see
-`core.py`), and has calls of workers carry dtypes. Nothing is imported for these until it is asked for. Where `VLLM_PLUGINS` is set,
-`instep` must be in it.
+`core.py`), has calls of workers carry dtypes, and tells workers of calls that do not come to them (see `failed_calls.py`). Nothing is
+imported for these until it is asked for. Where `VLLM_PLUGINS` is set, `instep` must be in it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
+from instep.engine.vllm import failed_calls
 from instep.engine.vllm.config import NAME
 
 
@@ -22,6 +23,7 @@ def register() -> None:
     try:
         _add_commit()
         _name_dtypes()
+        failed_calls.watch(_core())
         _register()
     except Exception:
         logging.getLogger("instep").warning("vLLM's weight transfer cannot be told of instep; the worker extension works", exc_info=True)
