@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -191,3 +192,23 @@ class Calls:
 
     def __reduce__(self) -> Any:
         return self.function, (self.argument,)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["let go", "in a cycle"])
+@pytest.mark.filterwarnings("error")
+def test_a_sender_that_nobody_holds_any_more_frees_its_address_without_a_warning(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    sender = ColocateSender({"a": torch.ones(3)}, "cpu")
+    folder = Path(sender.get_zmq_handles()["cpu"].removeprefix("ipc://")).parent
+    vars(sender)["cycle"] = sender if held else None
+    assert folder.exists()
+    del sender
+    gc.collect()
+    assert not folder.exists()
+    assert [str(one.exc_value) for one in told] == []
+
+
+def test_a_line_whose_context_was_ended_closes_without_an_error() -> None:
+    with open_line("REQ", "the worker", linger=0) as line:
+        line.socket.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class ColocateSender:
 
     def __init__(self, source: Any, device_id: str | None = None, timeout: float = DEADLINE) -> None:
         self.source, self.device_id, self.timeout = open_source(source), device_id, timeout
-        self._open: ExitStack | None = None
+        self._open: Callable[[], object] | None = None
         self._line: Line
 
     def report_device_id(self) -> str:
@@ -50,7 +51,7 @@ class ColocateSender:
             self._line = stack.enter_context(open_line("REQ", f"the worker on {self.report_device_id()}", linger=0))
             address = f"ipc://{Path(folder) / uuid.uuid4().hex[:8]}"
             self._line.socket.bind(address)
-            self._open = stack.pop_all()
+            self._open = weakref.finalize(self, stack.pop_all().close)  # also when nobody holds the sender any more
         return {self.report_device_id(): address}
 
     def update_weights(self, version: str | None = None) -> str:
@@ -79,7 +80,7 @@ class ColocateSender:
     def close(self) -> None:
         """Frees the address."""
         if self._open is not None:
-            self._open.close()
+            self._open()
             self._open = None
 
     def _ask(self, message: Message) -> Answer:

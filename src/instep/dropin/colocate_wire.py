@@ -177,4 +177,6 @@ def open_line(kind: str, other: str, linger: int) -> Iterator[Line]:
         try:
             yield line
         finally:
-            socket.disable_monitor()
+            with suppress(zmq.ZMQError):  # it is closed already: collected, or its context was ended
+                socket.disable_monitor()
+            line.monitor.close()
