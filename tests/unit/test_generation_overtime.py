@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rollouts import TOKENIZER, Say, ScriptedClient, harness, request, run, said
 
+from instep.generation import overtime
 from instep.generation import rollout as rollout_module
 from instep.generation.overtime import in_time
 from instep.generation.parsers import TaggedParser
@@ -34,6 +35,19 @@ def test_what_is_in_time_is_returned_or_raised() -> None:
 def test_what_is_not_is_stopped_and_its_thread_ends() -> None:
     with pytest.raises(TimeoutError):
         run(in_time(for_ever, 0.05))
+    for thread in threading.enumerate():
+        if thread.name == "instep-in-time":
+            thread.join(10.0)
+            assert not thread.is_alive()
+
+
+def test_a_call_into_c_that_lets_others_work_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overtime, "ENDING", 0.05)
+    lock = threading.Lock()
+    lock.acquire()
+    with pytest.raises(TimeoutError):
+        run(in_time(lock.acquire, 0.05))
+    lock.release()
     for thread in threading.enumerate():
         if thread.name == "instep-in-time":
             thread.join(10.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -125,6 +126,56 @@ def test_arguments_that_do_not_fit_are_told_and_the_tool_is_not_run(arguments: d
     assert words in str(record.error)
 
 
+BACKTRACKS = "^(a|aa)+$"
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": BACKTRACKS}}}, {"a": "a" * 100 + "b"}),
+        ({"patternProperties": {BACKTRACKS: {}}, "additionalProperties": True}, {"a" * 100 + "b": 1}),
+        ({"patternProperties": {BACKTRACKS: {}}, "additionalProperties": {"type": "integer"}}, {"a" * 100 + "b": 1}),
+        ({"properties": {}, "additionalProperties": {"propertyNames": {"pattern": BACKTRACKS}}}, {"x": {"a" * 100 + "b": 1}}),
+    ],
+)
+@pytest.mark.timeout(60)  # `re` takes for ever
+def test_a_pattern_of_a_schema_that_backtracks_is_a_malformed_call(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+    class Picky(Say):
+        def describe(self) -> ToolDefinition:
+            return ToolDefinition("say", "Says.", {"type": "object", **schema})
+
+    tool = Picky()
+    record = call(tool, within=30.0, **arguments)
+    assert (record.outcome, tool.calls) == ("malformed", [])
+    assert "takes longer than 1 seconds" in str(record.error)
+
+
+def test_arguments_that_take_for_ever_are_a_malformed_call() -> None:
+    tool = Say(a={"type": "array", "uniqueItems": True})
+    record = call(tool, within=0.2, a=[{"a": number} for number in range(20_000)])
+    assert (record.outcome, record.error) == ("malformed", "the arguments could not be read in 0.2 seconds")
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "words"),
+    [
+        ({"patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False}, {"xa": 1}, None),
+        ({"patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False}, {"xa": "b"}, "xa: 'b' is not of type"),
+        ({"properties": {"a": {"additionalProperties": False}}}, {"a": {"b": 1}}, "a: unknown argument b; the arguments are none"),
+        ({"additionalProperties": {"type": "integer"}}, {"b": "c"}, "b: 'c' is not of type 'integer'"),
+        ({"properties": {"a": {"pattern": "^b+$"}}}, {"a": "bbb"}, None),
+        ({"properties": {"a": {"pattern": "^b+$"}}}, {"a": "c"}, "a: 'c' does not match '^b+$'"),
+    ],
+)
+def test_patterns_and_further_properties_mean_what_json_schema_says(schema: Any, arguments: dict[str, Any], words: str | None) -> None:
+    made = Arguments({"type": "object", **schema})
+    if words is None:
+        assert made.read(arguments) == arguments
+        return
+    with pytest.raises(ValueError, match=re.escape(words)):
+        made.read(arguments)
+
+
 class Sync(Say):
     def execute(self, **arguments: Any) -> str:  # type: ignore[override]
         return ""
@@ -143,6 +194,8 @@ class Nameless(Say):
         ([Say(), Say()], "two tools are called 'say'"),
         ([Say(a={"type": "nonsense"})], "not a JSON schema"),
         ([object()], "is no tool"),
+        ([Say(a={"pattern": "("})], "not a JSON schema"),
+        ([Say(a={"patternProperties": {"a": {}}, "unevaluatedProperties": False})], "use additionalProperties"),
     ],
 )
 def test_what_is_no_tool_is_refused_when_it_is_connected(tools: list[Any], words: str) -> None:

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from rollouts import request, run
 from sample_records import sample
 
-from instep.generation.verifiers import Answer, ExactMatch, Format, Instructions, Numeric, final, last_number
+from instep.generation.verifiers import (
+    Answer,
+    ExactMatch,
+    Format,
+    Instructions,
+    Numeric,
+    WordOverlap,
+    code_block,
+    final,
+    last_number,
+)
 from instep.generation.verifiers.instructions import CHECKS
 
 
@@ -103,16 +113,31 @@ EVERY = {
     [
         ",111", "1", "1 ", "1/", "1.", "\\frac{", "\\text{", "$", "-", "(", "a^1", "1e1", "1\\,", " ", "= ", "1\\times 10^", "\\boxed{",
         "<answer>", "</think>", "</think><answer></answer>", "</think>" + " " * 50, "<<", "[", "*", "a. ", "P.S", "½", "{",
-        "the answer is ",        "Section", "\n", "1" + " " * 50,
+        "the answer is ", "Section", "\n", "1" + " " * 50, "<", "\\", "\\left(", "\\frac{1}{", "```py\n", "```", "~",
+        "\u0301\u0323", "\u0f73",
+        "\\text{\u0301\u0323}", "\ufdfa", "http://", "a@a.", "1,", '{"a":', "\n ", "\u0345\u0301",
     ],
     ids=repr,
 )  # fmt: skip
 @pytest.mark.timeout(60)  # what is quadratic takes minutes
 def test_no_text_keeps_a_verifier_longer_than_its_length_says(text: str) -> None:
     text = (text * (160_000 // len(text) + 1))[:160_000]
-    for verifier, label in ((Numeric(), "5"), (ExactMatch(), "x"), (Format(), None), (Instructions(), EVERY)):
+    for verifier, label in ((Numeric(), "5"), (ExactMatch(), "x"), (WordOverlap(), "x"), (Format(), None), (Instructions(), EVERY)):
         score(verifier, "<think>" + text + "x", label)
         score(verifier, "<answer>" + text, label)
+    code_block(text)
+
+
+@pytest.mark.parametrize("line", ["```" + " " * 160_000 + "`", "~" * 160_000 + "`", "`" * 160_000 + "x`", " " * 160_000 + "`"])
+@pytest.mark.timeout(60)
+def test_no_line_keeps_the_search_for_a_program_longer_than_its_length_says(line: str) -> None:
+    assert code_block(line + "\nx") == line + "\nx"
+
+
+def test_text_with_long_runs_of_marks_equals_itself_in_either_order_of_few() -> None:
+    marks = "\u0301\u0323" * 200
+    assert score(ExactMatch(), "a" + marks, "a" + marks) == 1.0
+    assert score(ExactMatch(), "a\u0301\u0323" * 50, "a\u0323\u0301" * 50) == 1.0
 
 
 def test_numbers_are_equal_exactly_or_within_the_tolerance() -> None:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+ENDING = 2.0
+"""Seconds in which a call that is stopped must end."""
 
 
 class Overtime(BaseException):
@@ -19,7 +21,9 @@ class Overtime(BaseException):
 async def in_time(call: Callable[[], T], seconds: float) -> T:
     """What the call returns or raises. Raises `TimeoutError` after `seconds`, when the call has ended at its next step in Python.
 
-    A call into C, such as a search of `re`, is not stopped before it returns.
+    A call into C is not stopped before it returns: one that lets other threads work, such as a search of `regex`, is left behind after
+    `ENDING` seconds more. One that does not, such as a search of `re`, stops this process meanwhile: nothing that reads a model's text
+    may make one that takes more than linear time.
     """
     work = _Work(call, asyncio.get_running_loop())
     try:
@@ -27,7 +31,8 @@ async def in_time(call: Callable[[], T], seconds: float) -> T:
     finally:
         stopped = work.stop()
     if stopped:
-        await work.over
+        await asyncio.wait({work.over}, timeout=ENDING)
+        work.over.cancel()
         raise TimeoutError
     return await work.over
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from instep.errors import ConfigError
 from instep.extras import needed_by
+from instep.generation import patterns
 from instep.generation.text import plain
 
 MESSAGE = 1000
@@ -28,7 +29,8 @@ class Arguments:
         except SchemaError as error:
             raise ConfigError(f"not a JSON schema: {error.message}") from error
         self.schema = schema
-        self.validator = kind(schema)
+        patterns.check(schema)
+        self.validator = patterns.bounded(kind)(schema)
 
     def read(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The converted arguments. Raises `ValueError` with words that help the model to mend its call."""
@@ -39,8 +41,8 @@ class Arguments:
 
     def _read(self, arguments: dict[str, Any]) -> dict[str, Any]:
         properties = self.schema.get("properties", {})
-        unknown = sorted(set(arguments) - set(properties))
-        if unknown and not self.schema.get("additionalProperties", False):
+        allowed = self.schema.get("additionalProperties", False)
+        if not allowed and (unknown := sorted(patterns.strange(arguments, self.schema))):
             raise ValueError(f"unknown argument {', '.join(unknown)}; the arguments are {', '.join(properties) or 'none'}")
         read: dict[str, Any] = {name: coerce(value, properties.get(name, {})) for name, value in arguments.items()}
         read = plain(read)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 from msgspec import Struct
 
 from instep.errors import ConfigError
+from instep.generation.overtime import in_time
 from instep.generation.schema import Arguments
 from instep.generation.text import clean, told
 from instep.generation.types import Outcome, RequestId, ToolCall, ToolRecord
@@ -154,7 +155,9 @@ class ToolSet:
             error = f"there is no tool {call.name}; there are {', '.join(self._tools) or 'none'}"
             return "unknown", ToolOutput(error=error), call.arguments
         try:
-            arguments = connected.arguments.read(call.arguments)
+            arguments = await in_time(lambda: connected.arguments.read(call.arguments), within)
+        except TimeoutError:
+            return "malformed", ToolOutput(error=f"the arguments could not be read in {within:g} seconds"), call.arguments
         except ValueError as problem:
             return "malformed", ToolOutput(error=str(problem)), call.arguments
         try:

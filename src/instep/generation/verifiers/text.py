@@ -9,7 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from instep.errors import ConfigError
@@ -21,6 +21,8 @@ from instep.generation.waiting import Turnstile
 
 ARTICLES = ("a", "an", "the")
 QUOTES = dict.fromkeys(map(ord, "\u2018\u2019\u201b`\u00b4"), "'") | dict.fromkeys(map(ord, "\u201c\u201d\u201e\u00ab\u00bb"), '"')
+MARKS, JOINER = 30, "\u034f"
+"""How many combining marks may follow one another, and what parts more: Unicode's Stream-Safe Text Format (UAX #15)."""
 DROPPED = set(".,;:!?\"'()[]{}*_\u2026$")
 """Marks that say nothing, unless they stand between digits or before one."""
 BETWEEN = re.compile(r"</think>\s*+<answer>")
@@ -113,8 +115,8 @@ def _overlap(text: str, accepted: Sequence[str]) -> float:
 
 def plain_words(text: str) -> str:
     """A text for comparison. Never empty, unless the text is."""
-    text = unicodedata.normalize("NFKC", text.translate(QUOTES)).casefold().replace("\u2212", "-")
-    text = unicodedata.normalize("NFC", WRAPPED.sub(r"\1", text).replace("\\(", "").replace("\\)", ""))
+    text = unicodedata.normalize("NFKC", _parted(text.translate(QUOTES))).casefold().replace("\u2212", "-")
+    text = unicodedata.normalize("NFC", _parted(WRAPPED.sub(r"\1", text).replace("\\(", "").replace("\\)", "")))
     kept = []
     for at, letter in enumerate(text):
         before, after = text[at - 1 : at], text[at + 1 : at + 2]
@@ -128,3 +130,25 @@ def plain_words(text: str) -> str:
     words = "".join(kept).split()
     said = [word for word in words if word not in ARTICLES] or words
     return " ".join(said) or " ".join(text.split())
+
+
+def _parted(text: str) -> str:
+    """With no long run of combining marks: `normalize` sorts one in time that grows with the square of its length."""
+    if text.isascii():
+        return text
+    kept, run = [], 0
+    for letter in text:
+        marks = 0 if letter.isascii() else _marks(letter)
+        run = run + marks if marks else 0
+        if run > MARKS:
+            kept.append(JOINER)
+            run = marks
+        kept.append(letter)
+    return "".join(kept)
+
+
+@lru_cache(1 << 12)
+def _marks(letter: str) -> int:
+    """How many marks it is made of; 0 where it is made of anything else."""
+    parts = unicodedata.normalize("NFKD", letter)
+    return len(parts) if all(map(unicodedata.combining, parts)) else 0
