@@ -11,7 +11,7 @@ from toys import Checkpoint, ToyHost, bits, described
 from instep.plan.routes import signature
 from instep.protocol import Arrival, CommitRequest, Identity, Manifest, PrepareRequest, Reply, Request, TraceRequest, decode, encode, raw
 from instep.receiver.state import Receiver
-from instep.transport.shm import ShmTransport
+from instep.transport.shm.publish import ShmTransport
 
 SHAPES = {"a.weight": (4, 6), "b.weight": (3,)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from instep.dropin.handles import SEGMENT
-from instep.transport.shm import Segment
+from instep.transport.shm.segment import Segment
 
 ALIGN = 256
 REQ = 3  # zmq.REQ

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 from toys import ToyHost
 
 from instep.receiver.state import Receiver
-from instep.transport import shm
-from instep.transport.shm import ShmTransport
+from instep.transport.shm import segment as shm
+from instep.transport.shm.publish import ShmTransport
 
 # Ray ends actors where other processes of the machine fill its memory, as two test processes may.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")

@@ -20,7 +20,12 @@ from instep import digest_cuda
 from instep.digest import BLOCK_WORDS, inner_weights, mix
 from instep.digest_cuda import EXPONENTS, Run
 from instep.receiver import cuda_compare, pull, stream
-from instep.transport import broadcast, bucket_digests, driver, group, ipc, ipc_export, ipc_reader
+from instep.transport import bucket_digests, group
+from instep.transport.broadcast import publish as broadcast
+from instep.transport.ipc import driver
+from instep.transport.ipc import export as ipc_export
+from instep.transport.ipc import publish as ipc
+from instep.transport.ipc import read as ipc_reader
 
 PAGE = 1 << 21
 """Of a pretended allocation: as in PyTorch's allocator, many tensors share one, and some move within it."""

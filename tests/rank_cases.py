@@ -15,7 +15,7 @@ from rank_ways import WAYS, opened
 from source_models import saved
 
 from instep.engine.memory import MemoryEngine
-from instep.transport import broadcast_reader
+from instep.transport.broadcast import read as broadcast_reader
 
 RANK = int(os.environ["RANK"])
 

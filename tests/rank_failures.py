@@ -18,7 +18,7 @@ from instep.engine.memory import MemoryEngine
 from instep.errors import InstepError, SourceError
 from instep.ranks import follow, gather
 from instep.ranks.channel import Channel
-from instep.transport.broadcast_reader import Buckets
+from instep.transport.broadcast.read import Buckets
 
 RANK = int(os.environ["RANK"])
 

@@ -20,7 +20,7 @@ from instep import WeightSync
 from instep.engine.memory import MemoryEngine
 from instep.errors import TransportError
 from instep.ranks.ipc import Sharing
-from instep.transport import driver
+from instep.transport.ipc import driver
 
 RANK = int(os.environ["RANK"])
 ROWS = {"even": (8, 8), "uneven": (7, 8), "fewer rows than ranks": (1, 8), "cuts a word": (5, 3), "scale": (3, 1), "vector": (9,)}

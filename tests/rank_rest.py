@@ -20,7 +20,7 @@ from instep import WeightSync
 from instep.bench.apart import Apart
 from instep.bench.sharded_rank import peak
 from instep.engine.memory import MemoryEngine
-from instep.transport import broadcast
+from instep.transport.broadcast import publish as broadcast
 
 RANK = int(os.environ["RANK"])
 

@@ -8,7 +8,7 @@ import pytest
 from pretend_cuda import pretend
 
 from instep import WeightSync
-from instep.transport import broadcast
+from instep.transport.broadcast import publish as broadcast
 
 HTTP: dict[str, dict[str, Any]] = {"http": {"transport": "http"}}
 WAYS: dict[str, dict[str, Any]] = {

@@ -21,10 +21,12 @@ from toys import checkpoint
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineLost, EngineTimeout, InstepError, SourceError, TransportError
 from instep.source.module import MappingSource
-from instep.transport import broadcast, broadcast_reader
-from instep.transport.broadcast import Way
+from instep.transport.broadcast import publish as broadcast
+from instep.transport.broadcast import read as broadcast_reader
+from instep.transport.broadcast.publish import Way
 from instep.transport.bucket_digests import HostTally, Result
-from instep.transport.group import BACKENDS, Group, find, serve
+from instep.transport.group import BACKENDS, Group
+from instep.transport.store import find, serve
 
 CPU = torch.device("cpu")
 
@@ -186,7 +188,8 @@ def test_a_transport_that_does_not_reach_the_engines_is_refused_with_the_reason(
 
 RANK = textwrap.dedent("""
     import os, sys, time, torch
-    from instep.transport.group import Group, find
+    from instep.transport.group import Group
+    from instep.transport.store import find
     port, rank, size, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     group = Group("gloo", find("127.0.0.1", port, 20), "key", rank, size, torch.device("cpu"), 20)
     data = torch.zeros(1 << 22, dtype=torch.uint8)

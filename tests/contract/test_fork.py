@@ -22,7 +22,7 @@ from loopback_server import MemoryServer
 from instep import MemoryEngine, WeightSync
 from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import InstepError
-from instep.transport import shm
+from instep.transport.shm import segment as shm
 
 folder = Path(sys.argv[1])
 shm.directory = lambda: folder

@@ -21,8 +21,8 @@ from toys import attention
 from instep import MemoryEngine, WeightSync
 from instep.engine.remote.http import HttpEngine
 from instep.errors import EngineLost, EngineTimeout, SyncError, TransportError
-from instep.transport import shm
-from instep.transport.broadcast import own_address
+from instep.transport.shm import segment as shm
+from instep.transport.store import own_address
 
 SEED = {seed: str(MemoryEngine(attention(seed)).fingerprint()) for seed in range(4)}
 """What an engine with these weights tells of them."""

@@ -16,8 +16,10 @@ from instep.digest import CHUNK, digest
 from instep.errors import SourceError, TransportError
 from instep.plan.buckets import ALIGN
 from instep.protocol import ITEM_BYTES, Location, Manifest, TensorMeta
-from instep.transport import Published, WorkerContext, open_location, shm
-from instep.transport.shm import ShmTransport
+from instep.transport import Published, WorkerContext
+from instep.transport.shm import segment as shm
+from instep.transport.shm.publish import ShmTransport
+from instep.transport.ways import open_location
 
 Values = list[tuple[str, torch.Tensor]]
 ME = WorkerContext("worker", 5.0)

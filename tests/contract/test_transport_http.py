@@ -19,10 +19,11 @@ from toys import bits, checkpoint, described
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineTimeout, TransportError
 from instep.protocol import Manifest
-from instep.transport import WorkerContext, http_reader
-from instep.transport import http as transport_http
-from instep.transport.http import HttpTransport
-from instep.transport.http_reader import HttpReader
+from instep.transport import WorkerContext
+from instep.transport.http import publish as transport_http
+from instep.transport.http import read as http_reader
+from instep.transport.http.publish import HttpTransport
+from instep.transport.http.read import HttpReader
 
 SIZE = 1 << 20
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from instep.protocol import Manifest, TensorMeta, encode
-from instep.transport import WorkerContext, open_location, shm
-from instep.transport.shm import ShmTransport
+from instep.transport import WorkerContext
+from instep.transport.shm import segment as shm
+from instep.transport.shm.publish import ShmTransport
+from instep.transport.ways import open_location
 
 META = TensorMeta("w", "float32", (4,))
 ME = WorkerContext("worker", 5.0)
@@ -24,7 +26,9 @@ import json, os, signal, sys, traceback
 from pathlib import Path
 import torch
 from instep.protocol import Manifest, TensorMeta, decode
-from instep.transport import WorkerContext, open_location, shm
+from instep.transport import WorkerContext
+from instep.transport.ways import open_location
+from instep.transport.shm import segment as shm
 
 folder, manifest = Path(sys.argv[1]), decode(bytes.fromhex(sys.argv[2]), Manifest)
 shm.directory = lambda: folder

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from instep.transport import broadcast
+from instep.transport.broadcast import publish as broadcast
 from instep.transport.group import environment
 
 ALONE = torch.cuda.device_count() == 1

@@ -15,7 +15,7 @@ from gpus import OTHER_DEVICE, apart
 from instep import WeightSync
 from instep.bench import shapes
 from instep.errors import InstepError, SyncError
-from instep.transport import broadcast
+from instep.transport.broadcast import publish as broadcast
 
 TRANSPORTS: dict[Any, str] = {"nccl": "abcdefgh", "ipc": "ijklm"}
 """With the versions that go over each."""

@@ -72,7 +72,7 @@ def test_memory_stays_flat_over_nccl(other_gpu: Any) -> None:
 
 def test_a_trainer_that_stops_sending_leaves_a_dirty_engine_that_a_push_heals(other_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives up after the first bucket: the engine has part of the new version, says so, refuses, and takes the next push."""
-    from instep.transport import broadcast
+    from instep.transport.broadcast import publish as broadcast
 
     monkeypatch.setitem(broadcast.WAYS, "nccl", broadcast.Way(256 << 10, "commit", on_gpu=True))
     trainer = model("tiny", 2, "cuda:0")

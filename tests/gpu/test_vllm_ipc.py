@@ -13,7 +13,7 @@ from gpu_models import PROMPTS, folder, greedy, model, start, stop_vllm
 
 from instep import WeightSync
 from instep.errors import DigestMismatch, EngineDirty
-from instep.transport.ipc import IpcTransport
+from instep.transport.ipc.publish import IpcTransport
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
 

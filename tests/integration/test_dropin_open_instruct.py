@@ -19,7 +19,7 @@ from toys import bits
 from instep.dropin.handles import SEGMENT
 from instep.dropin.open_instruct import Communicator, broadcast_weights_to_vllm, init_process_group
 from instep.errors import SyncError, TransportError
-from instep.transport.shm import Segment
+from instep.transport.shm.segment import Segment
 
 FAMILY = "qwen3"
 

@@ -16,7 +16,7 @@ from test_http_serve import become, serves
 from instep import WeightSync
 from instep.engine.remote.http import HttpEngine
 from instep.errors import EngineLost
-from instep.transport import shm
+from instep.transport.shm import segment as shm
 
 
 def test_a_server_that_is_killed_within_a_commit_and_restarted(tmp_path: Path) -> None:

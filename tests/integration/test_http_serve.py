@@ -28,7 +28,7 @@ from plain_tokens import trainer_logprobs
 from instep import WeightSync
 from instep.engine.remote.http import HttpEngine
 from instep.errors import ApplyError, ConfigError, EngineTimeout
-from instep.transport import shm
+from instep.transport.shm import segment as shm
 
 FAMILY = "qwen3"
 CLOSE = 0.25

@@ -14,7 +14,7 @@ from phases import Weights, takes_over, update
 
 from instep import WeightSync
 from instep.engine.vllm.publisher import WeightPublisher
-from instep.transport.shm import directory
+from instep.transport.shm.segment import directory
 
 
 @pytest.fixture(scope="module")

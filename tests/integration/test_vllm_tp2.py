@@ -45,7 +45,8 @@ def test_two_workers_take_their_slices(llm: Any, from_disk: Generated, transport
 
 DIES = textwrap.dedent("""
     import os, sys, torch
-    from instep.transport.group import Group, find
+    from instep.transport.group import Group
+    from instep.transport.store import find
     key, host, port = sys.argv[1].split("@")
     group = Group("gloo", find(host, int(port), 20), key, 3, 4, torch.device("cpu"), 20)
     os._exit(0)

@@ -145,7 +145,7 @@ def test_small_shared_memory_is_a_warning(free: int, level: str, monkeypatch: py
 
 
 def test_segments_of_crashed_trainers_are_removed_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("instep.transport.shm.directory", lambda: tmp_path)
+    monkeypatch.setattr("instep.transport.shm.segment.directory", lambda: tmp_path)
     left = tmp_path / f"instep-{'0' * 32}"
     left.write_bytes(b"weights")
     assert checks.leftovers().text == f"removed 1 of trainers that crashed: {left.name}"

@@ -13,7 +13,7 @@ from toys import bits
 from instep.dropin.colocate_sender import ColocateSender
 from instep.dropin.handles import SEGMENT, mine, of_worker, rebuild_ipc, share
 from instep.errors import PlanError, TransportError
-from instep.transport.shm import Segment
+from instep.transport.shm.segment import Segment
 
 FIELDS = (
     torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.storage.TypedStorage, torch.bfloat16, 0, b"m" + bytes(64), 512, 0, True, b"counter",

@@ -16,7 +16,8 @@ from instep.errors import ApplyError, DigestMismatch, SourceError
 from instep.receipt import Receipt
 from instep.receiver.state import Receiver
 from instep.source.module import MappingSource
-from instep.transport import driver, ipc_reader
+from instep.transport.ipc import driver
+from instep.transport.ipc import read as ipc_reader
 
 
 @pytest.fixture(autouse=True)

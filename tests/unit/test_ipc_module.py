@@ -10,7 +10,7 @@ from test_ipc import Layers, ToyEngine, ToyHost, card, fill, holds
 from torch import nn
 
 from instep import WeightSync
-from instep.transport.ipc_export import Exposed
+from instep.transport.ipc.export import Exposed
 
 __all__ = ["card"]  # a fixture
 

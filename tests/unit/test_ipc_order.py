@@ -9,7 +9,8 @@ from test_trust import ONE, TWO, alone, fill, same
 
 from instep.errors import SyncError
 from instep.receiver.pull import Puller
-from instep.transport import driver, ipc_reader
+from instep.transport.ipc import driver
+from instep.transport.ipc import read as ipc_reader
 
 __all__ = ["alone"]  # a fixture
 

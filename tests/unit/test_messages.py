@@ -11,7 +11,7 @@ from toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import ConfigError, TransportError
-from instep.transport import shm
+from instep.transport.shm import segment as shm
 
 OLD, NEW = attention(0), attention(1)
 

@@ -16,7 +16,7 @@ from instep import MemoryEngine, WeightSync
 from instep.errors import DigestMismatch, EngineDirty, InstepError, SourceError, VersionConflict
 from instep.plan.buckets import ALIGN
 from instep.receiver.pull import Puller
-from instep.transport import broadcast
+from instep.transport.broadcast import publish as broadcast
 from instep.transport.bucket_digests import DeviceTally
 
 pytestmark = pytest.mark.usefixtures("segments")

@@ -233,7 +233,7 @@ def test_the_prefix_cache(caches: Any, stale: bool) -> None:
 
 
 def test_no_room_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from instep.transport import shm
+    from instep.transport.shm import segment as shm
 
     engine = MemoryEngine(checkpoint(0))
     monkeypatch.setattr(shm.os, "statvfs", lambda path: type("", (), {"f_bavail": 0, "f_frsize": 1}))

@@ -15,7 +15,9 @@ from instep.engine.memory import MemoryEngine
 from instep.errors import DigestMismatch
 from instep.plan.buckets import layout
 from instep.protocol import Manifest, TensorMeta, dtype_name
-from instep.transport import WorkerContext, open_location, shm
+from instep.transport import WorkerContext
+from instep.transport.shm import segment as shm
+from instep.transport.ways import open_location
 
 BIG = {name: torch.randn(200, 300) for name in ("a.weight", "b.weight", "c.weight")}
 """Eight blocks each."""

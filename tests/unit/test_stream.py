@@ -18,7 +18,9 @@ from instep import MemoryEngine, WeightSync
 from instep.engine.memory_host import MemoryHost
 from instep.errors import DigestMismatch, InstepError, SourceError, SyncError
 from instep.plan.buckets import ALIGN
-from instep.transport import broadcast, broadcast_reader, bucket_digests
+from instep.transport import bucket_digests
+from instep.transport.broadcast import publish as broadcast
+from instep.transport.broadcast import read as broadcast_reader
 from instep.transport.group import Group
 
 

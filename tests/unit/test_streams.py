@@ -13,7 +13,7 @@ from toys import described
 
 from instep import WeightSync
 from instep.errors import TransportError
-from instep.transport.broadcast import BroadcastTransport
+from instep.transport.broadcast.publish import BroadcastTransport
 
 pytestmark = pytest.mark.usefixtures("segments")
 

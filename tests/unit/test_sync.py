@@ -112,7 +112,7 @@ OFTEN = textwrap.dedent("""
     import os, sys, threading, torch
     from pathlib import Path
     from instep import MemoryEngine, WeightSync
-    from instep.transport import shm
+    from instep.transport.shm import segment as shm
 
     def resident_bytes():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -11,8 +11,8 @@ import pytest
 from named_weights import WEIGHTS, Trainer, engine_named, serves
 
 from instep.errors import TransportError, VersionConflict
-from instep.transport import shm
 from instep.transport.auto import SKIPPED, AutoTransport
+from instep.transport.shm import segment as shm
 
 pytestmark = pytest.mark.usefixtures("segments")
 

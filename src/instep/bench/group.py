@@ -10,7 +10,8 @@ import torch
 
 from instep.bench.subjects import Subject
 from instep.bench.waits import DEADLINE, beside
-from instep.transport.group import Group, serve
+from instep.transport.group import Group
+from instep.transport.store import serve
 
 
 def free_port() -> int:

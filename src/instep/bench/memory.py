@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from instep.transport.shm import directory
+from instep.transport.shm.segment import directory
 
 Held = dict[str, int]
 """Bytes in use by place."""

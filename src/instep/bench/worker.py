@@ -15,7 +15,8 @@ import torch
 from instep.bench.waits import DEADLINE
 from instep.engine.vllm.worker import VllmHost, WorkerExtension
 from instep.receiver import Host
-from instep.transport.group import Group, find
+from instep.transport.group import Group
+from instep.transport.store import find
 
 Described = tuple[str, str, list[int]]
 """Name, dtype and shape of a tensor."""

@@ -166,7 +166,7 @@ def plugins() -> Finding:
 
 
 def shared_memory() -> Finding:
-    from instep.transport import shm
+    from instep.transport.shm import segment as shm
 
     folder = shm.directory()
     usage = shutil.disk_usage(folder)
@@ -177,7 +177,7 @@ def shared_memory() -> Finding:
 
 
 def leftovers() -> Finding:
-    from instep.transport import shm
+    from instep.transport.shm import segment as shm
 
     removed = shm.sweep()
     return Finding(

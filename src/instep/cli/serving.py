@@ -13,7 +13,7 @@ from instep.engine.remote.http_control import Served
 from instep.engine.remote.rpc import LocalRpc, RemoteEngine
 from instep.engine.vllm.routes import VllmControl
 from instep.errors import InstepError
-from instep.transport.shm import sweep
+from instep.transport.shm.segment import sweep
 
 LOADING = 3600.0
 """Seconds for each phase of a catch-up from a directory."""

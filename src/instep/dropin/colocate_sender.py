@@ -20,7 +20,7 @@ from instep.protocol import decode
 from instep.source import again, device_of, open_source
 from instep.transport import Placed
 from instep.transport.again import second
-from instep.transport.shm import Segment
+from instep.transport.shm.segment import Segment
 
 ALIGN = 256  # so that any dtype can be viewed where a tensor begins
 

@@ -19,7 +19,8 @@ from instep.digest_cuda import Table, in_one
 from instep.dropin.meeting import Lines, Meeting
 from instep.errors import ConfigError, DigestMismatch, PlanError, TransportError
 from instep.protocol import ITEM_BYTES, TensorMeta, dtype_name
-from instep.transport.group import Group, find, serve
+from instep.transport.group import Group
+from instep.transport.store import find, serve
 
 DEADLINE = 300.0
 """Seconds for a group to form and for each call on it, unless told otherwise: what vLLM's examples wait for a group."""

@@ -19,7 +19,8 @@ from torch.multiprocessing import reductions
 from instep.dropin.communicator import dtype_of
 from instep.errors import PlanError, TransportError
 from instep.protocol import dtype_name
-from instep.transport import shm, uuid_of
+from instep.transport import uuid_of
+from instep.transport.shm import segment as shm
 
 FIELDS = 15  # arguments of `rebuild_cuda_tensor`
 CLASSES = (0, 4)  # of them, the classes of tensor and storage

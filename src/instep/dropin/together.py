@@ -45,7 +45,7 @@ from instep.receiver.state import Receiver
 from instep.receiver.ties import UNTIE
 from instep.receiver.trace import trace
 from instep.receiver.watcher import layer_of
-from instep.transport import Reader, WorkerContext
+from instep.transport import Reader, Visible, WorkerContext
 
 T = TypeVar("T")
 First = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -74,10 +74,10 @@ def some(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
     return {name: values[name] for name in names if name in values}
 
 
-class StageReader:
+class StageReader(Visible):
     """A stage as a receiver reads it: nothing is left to fetch, and the bytes were compared with what the sender said when they came."""
 
-    arrived, fetches, split, streams = True, False, False, False
+    fetches = False
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -87,11 +87,6 @@ class StageReader:
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         return self.stage.tensors[meta.name]
-
-    def stop(self) -> None: ...
-
-    def close(self) -> bool:
-        return True
 
 
 class Together:

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from instep.engine.memory_host import MemoryHost
 from instep.errors import ConfigError, EngineLost
 from instep.protocol import Manifest, Method
 from instep.receiver.state import Receiver
-from instep.transport import WorkerContext, open_location
+from instep.transport import Reader, WorkerContext
+from instep.transport.ways import open_location
 
 Point = Literal["hello", "trace", "prepare", "ready", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
 Kind = Literal["error", "hang", "die"]
@@ -164,8 +165,8 @@ class MemoryEngine:
         if kind == "error":
             raise EngineLost(f"{self.name} was told to fail at {point}")
 
-    def _open(self, manifest: Manifest, me: WorkerContext) -> Any:
+    def _open(self, manifest: Manifest, me: WorkerContext) -> Reader:
         reader = open_location(manifest, me)
         if self.faults.pop("digest", None):
-            reader.bytes = reader.bytes ^ np.uint8(1)
+            vars(reader)["bytes"] = vars(reader)["bytes"] ^ np.uint8(1)
         return reader

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from instep.errors import InstepError, SourceError, TransportError, VersionConflict, by_name
 from instep.protocol import Fault, decode, encode, raw
 from instep.ranks.liveness import Watch
-from instep.transport.group import address_towards, find, serve
+from instep.transport.store import address_towards, find, serve
 
 PATIENCE = 10
 """How many timeouts a follower waits for the next question: rank 0 waits for engines meanwhile, step by step."""

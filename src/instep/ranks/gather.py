@@ -24,7 +24,8 @@ from instep.plan.shards import Piece
 from instep.protocol import ITEM_BYTES, TensorMeta
 from instep.ranks.channel import Channel
 from instep.ranks.run import Memory, Run, read
-from instep.transport.group import Group, find
+from instep.transport.group import Group
+from instep.transport.store import find
 
 MOMENT = 0.5
 """Seconds: the connections of a process end a little before it is known that it has ended."""

@@ -21,8 +21,9 @@ from instep.ranks.gather import ByteRange
 from instep.ranks.lead import RankedSource
 from instep.ranks.run import Run
 from instep.transport import Published, Sending
-from instep.transport.ipc import IpcTransport, with_digests
-from instep.transport.ipc_export import Exposed, Offer, Part, located, place_of, whole
+from instep.transport.ipc.export import Exposed, Offer, located
+from instep.transport.ipc.publish import IpcTransport, with_digests
+from instep.transport.parts import Part, place_of, whole
 
 PartSums = dict[str, tuple[int, bool]]
 """See `Exposed.result`."""

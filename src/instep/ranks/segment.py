@@ -20,7 +20,7 @@ from instep.errors import SourceError, TransportError
 from instep.protocol import TensorMeta
 from instep.ranks.run import Memory, Run
 from instep.transport.bucket_digests import Result
-from instep.transport.shm import directory
+from instep.transport.shm.segment import directory
 
 
 class Write(msgspec.Struct, frozen=True):

@@ -16,10 +16,11 @@ from instep.ranks.lead import RankedSource
 from instep.ranks.segment import Sums, Write, add_up, compare, sum_up, write
 from instep.transport import Placed, Transport
 from instep.transport.auto import AutoTransport
-from instep.transport.broadcast import BroadcastTransport
+from instep.transport.broadcast.publish import BroadcastTransport
 from instep.transport.bucket_digests import Result, Tally, Values
-from instep.transport.http import HttpTransport
-from instep.transport.shm import Segment, ShmTransport
+from instep.transport.http.publish import HttpTransport
+from instep.transport.shm.publish import ShmTransport
+from instep.transport.shm.segment import Segment
 
 
 class SharedShm(ShmTransport):

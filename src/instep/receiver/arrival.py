@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, Puller
 from instep.receiver.regions import Tensors, copy_regions, holds
 from instep.receiver.stream import Streamed
-from instep.transport import Reader
+from instep.transport import Passing, Reader, Remote, Visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Pulled:
 
     once = False
 
-    def __init__(self, manifest: Manifest, reader: Any, launch: int, wholes: Collection[str] = ()) -> None:
+    def __init__(self, manifest: Manifest, reader: Remote, launch: int, wholes: Collection[str] = ()) -> None:
         self.address, self.reader, self.in_one = manifest.location.address, reader, wholes
         self.theirs: dict[str, int] = {}
         self.metas = {meta.name: meta for meta in manifest.tensors}
@@ -174,15 +173,16 @@ class Pulled:
         """Nothing is held: tensors are made when they are asked for."""
 
 
-def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collection[str] = ()) -> Any:
+def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collection[str] = ()) -> Seen | Pulled | Streamed:
     """How a version's bytes come in. Waits for the first of them where they are sent; nothing has been written then.
 
     launch: of the trainer's sums (see `protocol.CommitRequest`). wholes: see `protocol.PrepareRequest`.
     """
-    if reader.arrived:
+    if isinstance(reader, Visible):
         return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors}, manifest.tensors)
-    if not reader.streams:
+    if isinstance(reader, Remote):
         return Pulled(manifest, reader, launch, wholes)
+    assert isinstance(reader, Passing)
     return Streamed(manifest, reader, wholes)
 
 

@@ -16,7 +16,7 @@ from instep.plan.rows import Rows, common, run_of
 from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta, dtype_name
 from instep.receiver.copies import Copies
 from instep.receiver.regions import copy_regions
-from instep.transport.ipc_reader import IpcReader
+from instep.transport import Remote
 
 Parts = dict[str, dict[int, int]]
 """Sums of regions of tensors, by name and number."""
@@ -75,14 +75,14 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, whole
 class Puller:
     """The copies of one plan between fixed addresses."""
 
-    def __init__(self, copies: Copies, metas: Mapping[str, TensorMeta], reader: IpcReader, wholes: Collection[str]) -> None:
+    def __init__(self, copies: Copies, metas: Mapping[str, TensorMeta], reader: Remote, wholes: Collection[str]) -> None:
         self.copies = copies
         self.moves = moves(copies, metas, reader.places, wholes)
         self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
         self.reads: tuple[Copies | None, Any] | None = None
         """What is summed up beside them, worked out for copies of other layers."""
 
-    def launch(self, metas: Mapping[str, TensorMeta], reader: IpcReader) -> None:
+    def launch(self, metas: Mapping[str, TensorMeta], reader: Remote) -> None:
         """The copies are on their way."""
         self.table.launch()
         for name, routes in self.moves.odd.items():

@@ -55,7 +55,8 @@ from instep.receiver.readback import held
 from instep.receiver.request import Expected, decode_prepare
 from instep.receiver.served import Serves, Taken
 from instep.receiver.trace import trace
-from instep.transport import Reader, WorkerContext, host, open_location, uuid_of
+from instep.transport import Reader, Visible, WorkerContext, host, uuid_of
+from instep.transport.ways import open_location
 
 METHODS = get_args(Method)
 WRITES = ("trace", "reserve", "prepare", "commit", "accept")
@@ -160,7 +161,7 @@ class Receiver(Serves):
     def prepare(self, request: Request) -> Arrival:
         """Opens the version and begins to fetch and prove its bytes, beside the engine's steps. What the engine serves does not change."""
         reader = self._prepare(request.session, decode_prepare(request.body))
-        if reader.arrived:
+        if isinstance(reader, Visible):
             return Arrival(done=False)
         assert self.prepared is not None
         wait([self.prepared.arrival], 0.001)  # where nothing is moved before the commit it rarely takes longer, and need not be asked again

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, moves
 from instep.receiver.regions import copy_regions
 from instep.receiver.streamed import StreamedStateDict
+from instep.transport import Passing
 
 
 def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
@@ -98,7 +98,7 @@ class Streamed:
 
     once = True
 
-    def __init__(self, manifest: Manifest, reader: Any, wholes: Collection[str] = ()) -> None:
+    def __init__(self, manifest: Manifest, reader: Passing, wholes: Collection[str] = ()) -> None:
         self.manifest, self.reader, self.in_one = manifest, reader, wholes
         self.wholes: dict[str, int] = {}
         self.direct: Parts = {}
@@ -127,7 +127,7 @@ class Streamed:
     def _passing(self, *, ahead: bool) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
         """What each bucket has of tensors that are put aside. While an engine's loader looks at it nothing else may be under way: to
         bring memory anywhere, or to free it, waits without an end for a peer that died."""
-        for index, bucket in self.reader.buckets.each(ahead=ahead):
+        for index, bucket in self.reader.each(ahead=ahead):
             self.scatter.launch(index)
             found = [(piece, bucket[piece.at : piece.at + piece.stop - piece.start]) for piece in self.scatter.pieces[index]]
             if found or not ahead:

@@ -1,27 +1,31 @@
 """Transports: how a version's bytes get to the workers.
 
-Publish and pull: the trainer publishes a version once, workers open it and read. No collective, so a dead or late engine delays nobody
-and a new engine catches up by opening the current version.
+Each way is a folder with both of its ends: `publish.py` runs in the trainer, `read.py` in the engines' workers. `ways.py` has a line
+for each.
 
-    shm.py        POSIX shared memory, for engines on the trainer's host
-    http.py       HTTP, where nothing faster reaches an engine; http_reader.py is the workers' side
-    ipc.py        CUDA IPC, for trainer and engines on GPUs of one host; ipc_reader.py is the workers' side
-    ipc_export.py what one process of a trainer shares of its GPU memory; driver.py is what that asks of CUDA
+The trainer publishes a version once, and workers open it and read. No collective: a dead or late engine delays nobody, and a new engine
+catches up by opening the current version.
 
-Broadcast: the trainer sends to all workers at once, bucket by bucket. For engines on other hosts.
+    shm/          POSIX shared memory, for engines on the trainer's host
+    http/         HTTP, where nothing faster reaches an engine
+    ipc/          CUDA IPC, for trainer and engines on GPUs of one host; export.py is what one process of a trainer shares
 
-    broadcast.py  NCCL or Gloo, over a private group of group.py; broadcast_reader.py is the workers' side
-    auto.py       which one of all these, and why
+The trainer sends to all workers at once, bucket by bucket. For engines on other hosts.
+
+    broadcast/    NCCL or Gloo, over a private group of group.py
 
 In all of them:
 
+    auto.py       which way a version takes, and why
     copying.py    a source copied into one run of bytes
     again.py      the second read, which shows that what was sent is of one moment
+    mapped.py     a version that a worker has in its own address space
 """
 
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -30,8 +34,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from instep.errors import TransportError
-from instep.protocol import Identity, Location, Manifest, TensorMeta
+from instep.plan.rows import Rows
+from instep.protocol import Identity, Location, TensorMeta
 
 T = TypeVar("T")
 
@@ -149,46 +153,89 @@ class WorkerContext:
     share: tuple[int, int] = (0, 1)
 
 
-class Reader(Protocol):
-    """A worker's view of one published version."""
+class Reader(ABC):
+    """A worker's view of one published version: `Visible`, `Remote` or `Passing`."""
 
-    arrived: bool
-    """Whether the bytes can be looked through before the commit, without moving them."""
-
-    fetches: bool
+    fetches = True
     """Whether there is anything to do before the commit."""
 
-    streams: bool
-    """Whether the bytes pass by in the commit, in buckets."""
-
-    split: bool
+    split = False
     """Whether `arrive` looks at this worker's share alone, and takes the other bytes for zeros."""
 
+    @abstractmethod
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        """Does what can be done beside the engine's steps, in a thread of its own. The digests of bytes that have arrived."""
+        """Do what can be done beside the engine's steps, in a thread of its own. Returns the digests of bytes that have arrived."""
 
+    def stop(self) -> None:  # noqa: B027  (most have nothing to stop)
+        """Nobody wants the version any more: an `arrive` that fetches by itself ends soon, with an error."""
+
+    def close(self) -> bool:
+        """No view may be used afterwards. False while somebody still has one: then `close` can be called again."""
+        return True
+
+
+class Visible(Reader):
+    """Bytes in the worker's own address space. They can be looked through before the commit, without moving them."""
+
+    @abstractmethod
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         """The published bytes. Not to be written to."""
 
-    def stop(self) -> None:
-        """Nobody wants it any more: an `arrive` that fetches by itself ends soon, with an error."""
 
-    def close(self) -> bool:
-        """No view may be used afterwards. False while somebody still has one: then it can be called again."""
+class Remote(Reader):
+    """Bytes in the memory of a GPU that another process owns. The commit pulls them.
+
+    bases: where the allocations that hold them are mapped here.
+    """
+
+    device: torch.device
+    bases: list[int]
+
+    @abstractmethod
+    def wait_for(self, launch: int) -> None:
+        """Wait until the trainer's own sums of a launch are complete. Nothing may be pulled before."""
+
+    @abstractmethod
+    def told(self) -> dict[str, int]:
+        """The trainer's own sums, by tensor; none where they cannot be read."""
+
+    @abstractmethod
+    def places(self, meta: TensorMeta) -> list[Rows]:
+        """Where the parts of a tensor are mapped in this process, in words of 8 bytes."""
+
+    @abstractmethod
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
+        """A copy on the engine's own GPU, summed up on the way. The copy is under way."""
+
+    @abstractmethod
+    def sums(self) -> dict[str, int]:
+        """The sums of all tensors that `tensor` has copied. Waits for them."""
 
 
-def open_location(manifest: Manifest, me: WorkerContext) -> Any:
-    """The reader for a manifest. Raises `TransportError` where it cannot be opened from this process."""
-    from instep.transport.broadcast_reader import StagedReader, StreamReader
-    from instep.transport.http_reader import HttpReader
-    from instep.transport.ipc_reader import IpcReader
-    from instep.transport.shm import ShmReader
+class Passing(Reader):
+    """Bytes that the trainer sends during the commit, in buckets.
 
-    readers = {"shm": ShmReader, "ipc": IpcReader, "gloo": StagedReader, "nccl": StreamReader, "http": HttpReader}
-    kind = manifest.location.transport
-    if kind not in readers:
-        raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(readers)}")
-    return readers[kind](manifest, me)
+    parts: the memory of each bucket, in order. Two buckets share one piece of memory in turns.
+    """
+
+    device: torch.device
+    parts: Sequence[torch.Tensor]
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Return when every worker and the trainer take part, and the first bucket is there."""
+
+    @abstractmethod
+    def each(self, *, ahead: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each bucket with its index, good until the next but one. ahead: others are under way meanwhile."""
+
+    @abstractmethod
+    def told(self) -> dict[str, int]:
+        """The trainer's own sums, by tensor. They follow the last bucket."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for what this worker's GPU was asked for."""
 
 
 @lru_cache(maxsize=1)

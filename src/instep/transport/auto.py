@@ -12,10 +12,7 @@ import torch
 from instep.errors import TransportError
 from instep.protocol import Identity, TensorMeta
 from instep.transport import Published, Transport
-from instep.transport.broadcast import BroadcastTransport
-from instep.transport.http import HttpTransport
-from instep.transport.ipc import IpcTransport
-from instep.transport.shm import ShmTransport
+from instep.transport.ways import WAYS
 
 logger = logging.getLogger("instep")
 
@@ -49,13 +46,7 @@ class AutoTransport:
     """
 
     def __init__(self, only: str, timeout: float, every: Mapping[str, Transport] | None = None) -> None:
-        every = every or {
-            "ipc": IpcTransport(),
-            "nccl": BroadcastTransport("nccl", timeout),
-            "shm": ShmTransport(),
-            "gloo": BroadcastTransport("gloo", timeout),
-            "http": HttpTransport(),
-        }
+        every = every or {name: way.publish(timeout) for name, way in WAYS.items()}
         self.candidates = {name: every[name] for name in every if only in ("auto", name)}
         self.refused: dict[str, _Refused] = {}
         self.left_out: set[str] = set()  # of the push that is under way

@@ -14,7 +14,7 @@ from instep.errors import SourceError
 from instep.plan.buckets import Piece, buckets, layout, padded, pieces
 from instep.protocol import TensorMeta
 from instep.transport import Placed
-from instep.transport.ipc_export import whole
+from instep.transport.parts import whole
 
 Values = Iterable[tuple[str, torch.Tensor]]
 Result = tuple[dict[str, int], tuple[str, ...]]

@@ -18,7 +18,7 @@ from instep.protocol import TensorMeta
 from instep.transport import Placed
 from instep.transport.again import described_as, second
 from instep.transport.bucket_digests import Result
-from instep.transport.ipc_export import whole
+from instep.transport.parts import whole
 
 BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
 

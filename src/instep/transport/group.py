@@ -7,7 +7,6 @@ any rank writes the reason why it gives up into the store. A group that ended in
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +15,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp  # type: ignore[attr-defined]
 
 from instep.errors import TransportError
+from instep.transport.store import GAVE_UP, address_towards, first_line, tell
 
-GAVE_UP = "gave up"
 LOOK = 0.05  # seconds between two looks for a rank that gave up
 NEVER = timedelta(days=365)  # torch's own watchdog ends the whole process: deadlines are kept here instead
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -31,38 +30,6 @@ QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING":
 def both_ends(environment: Mapping[str, str]) -> dict[str, str]:
     """What the other processes of a group need of a trainer's environment."""
     return {CUMEM: environment[CUMEM]} if CUMEM in environment else {}
-
-
-def serve(host: str, port: int = 0) -> Any:
-    """A store on this interface alone, at a free port unless one is given. Its `host` and `port` are what other ranks need."""
-    listener = socket.create_server((host, port), backlog=1024, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found = listener.getsockname()[1]
-    try:
-        return TCPStore(host, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    except Exception as error:
-        raise TransportError(f"cannot serve a store at {host} port {found}: {error}") from error
-
-
-def find(host: str, port: int, timeout: float) -> Any:
-    """The store that another process serves. Raises `TransportError` where none answers in time."""
-    try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    except Exception as error:
-        raise TransportError(
-            f"the group's store at {host} port {port} does not answer: {_first_line(error)}",
-            next_step="the trainer must run, and its address and port must be open to engines",
-        ) from error
-
-
-def give_up(store: Any, key: str, reason: str) -> None:
-    """Ends the waits of every rank of a group, also of one that is still being made."""
-    _write(PrefixStore(key, store), reason)
-
-
-def _write(store: Any, reason: str) -> None:
-    with suppress(Exception):
-        if not store.check([GAVE_UP]):  # the first reason is the one to tell
-            store.set(GAVE_UP, reason)
 
 
 class Group:
@@ -201,7 +168,7 @@ class Group:
         """Ends every rank's waits. May be called from another thread."""
         if self.broken is None:
             self.broken = reason
-            _write(self.store, reason)
+            tell(self.store, reason)
 
     def close(self) -> None:
         """A Gloo collective that is still running cannot be ended: it keeps its memory until its own deadline, in a thread."""
@@ -214,7 +181,7 @@ class Group:
         """Ends every rank's waits. The error to raise."""
         if isinstance(error, TransportError) and self.broken:
             return error  # told already
-        text = f"{self.backend} group, rank {self.rank} of {self.size}: {what}: {_first_line(error)}"
+        text = f"{self.backend} group, rank {self.rank} of {self.size}: {what}: {first_line(error)}"
         self.give_up(text)
         self.close()
         return TransportError(text)
@@ -270,18 +237,6 @@ def _nccl(store: Any, rank: int, size: int, _host: str, _timeout: float, device:
 BACKENDS = {"gloo": _gloo, "nccl": _nccl}
 
 
-def address_towards(host: str) -> str:
-    """This machine's address on the interface that leads to `host`. Nothing is sent."""
-    family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 1))
-        except OSError as error:
-            raise TransportError(f"no interface of this machine leads to {host}: {error}") from error
-        address: str = probe.getsockname()[0]
-        return address
-
-
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Variables that hold within it, for what can be told through them alone."""
@@ -292,7 +247,3 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

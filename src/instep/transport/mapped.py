@@ -1,8 +1,10 @@
-"""A version whose bytes this worker has in its own address space: a file mapped read-only."""
+"""A version whose bytes a worker has in its own address space: a file that is mapped read-only."""
 
 from __future__ import annotations
 
 import mmap
+import os
+import tempfile
 import warnings
 from contextlib import suppress
 
@@ -13,13 +15,11 @@ from instep.digest import Bytes, digests
 from instep.errors import TransportError
 from instep.plan.buckets import ALIGN, padded
 from instep.protocol import Manifest, TensorMeta
+from instep.transport import Visible, WorkerContext
 
 
-class Mapped:
-    """The part of a `Reader` that follows from having the bytes."""
-
-    arrived = fetches = True
-    split = streams = False
+class Mapped(Visible):
+    """The part of a reader that follows from having the bytes."""
 
     def __init__(self, manifest: Manifest, file: int) -> None:
         location = manifest.location
@@ -42,10 +42,31 @@ class Mapped:
         at = self.offsets[meta.alias_of or meta.name]
         return self.flat[at : at + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
-    def stop(self) -> None: ...
-
     def close(self) -> bool:
         self.bytes, self.flat = np.empty(0, np.uint8), torch.empty(0)
         with suppress(BufferError):
             self.map.close()
         return self.map.closed
+
+
+class Staged(Mapped):
+    """A version that is brought into memory of the worker's own. room: that memory, until all is there."""
+
+    def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
+        self.location, self.me, self.tensors = manifest.location, me, manifest.tensors
+        file = _anonymous_file(self.location.nbytes)
+        try:
+            super().__init__(manifest, file)
+            self.room = torch.from_numpy(np.frombuffer(mmap.mmap(file, max(self.size, 1)), np.uint8))
+        finally:
+            os.close(file)
+
+
+def _anonymous_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("instep")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, max(size, 1))
+    return file

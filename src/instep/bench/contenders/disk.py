@@ -12,7 +12,7 @@ from pathlib import Path
 from instep.bench.measure import Push
 from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
-from instep.transport.shm import directory
+from instep.transport.shm.segment import directory
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from instep.protocol import Manifest, TensorMeta, dtype_name, encode
 from instep.source import open_source, unchanged
 from instep.source.guarded import Guarded
 from instep.transport import Placed, at_rest
-from instep.transport.shm import ShmTransport
+from instep.transport.shm.publish import ShmTransport
 
 
 class WeightPublisher:

@@ -27,8 +27,9 @@ from instep.errors import InstepError, TransportError
 from instep.forked import Own
 from instep.protocol import Identity, TensorMeta
 from instep.transport import Published, elsewhere
-from instep.transport.broadcast import own_address
-from instep.transport.shm import Segment, ShmTransport
+from instep.transport.shm.publish import ShmTransport
+from instep.transport.shm.segment import Segment
+from instep.transport.store import own_address
 
 T = TypeVar("T")
 CHUNK = 1 << 20

@@ -14,7 +14,7 @@ from instep.digest import digests
 from instep.errors import TransportError
 from instep.protocol import Manifest, TensorMeta
 from instep.transport import WorkerContext
-from instep.transport.broadcast_reader import StagedReader
+from instep.transport.mapped import Staged
 
 ADDRESS = re.compile(r"([\w.:-]+)@(\d{1,5})@([0-9a-f]{32})")
 CHUNK = 1 << 20
@@ -23,7 +23,7 @@ STALL = 20.0  # seconds without a byte after which the trainer is taken for gone
 AGAIN = 0.2  # seconds between two attempts
 
 
-class HttpReader(StagedReader):
+class HttpReader(Staged):
     """attempts: how often it had to ask."""
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -13,44 +12,14 @@ from msgspec import structs
 from instep.digest_cuda import Table
 from instep.errors import TransportError
 from instep.plan.rows import rows_of_place, run_of
-from instep.plan.shards import Piece
-from instep.protocol import ITEM_BYTES, Location, Place, TensorMeta, dtype_name, encode
-from instep.transport import driver
+from instep.protocol import Location, Place, TensorMeta, encode
+from instep.transport.ipc import driver
+from instep.transport.parts import Part
 
 EXPANDABLE = (
     "its memory is in expandable segments, which cannot be shared: unset expandable_segments in PYTORCH_ALLOC_CONF "
     "(or PYTORCH_CUDA_ALLOC_CONF) of the trainer"
 )
-
-
-class Part(NamedTuple):
-    """A piece of a tensor, and the memory of this process, flat, whose elements `piece.source` counts."""
-
-    meta: TensorMeta
-    memory: torch.Tensor
-    piece: Piece
-
-    @property
-    def address(self) -> int:
-        """Of its first element."""
-        return self.memory.data_ptr() + ITEM_BYTES[self.meta.dtype] * self.piece.source
-
-    def readable(self, device: torch.device) -> bool:
-        """Whether others can read it where it lies: on this GPU, in the dtype to send, in whole words of 8 bytes."""
-        memory, piece, size = self.memory, self.piece, ITEM_BYTES[self.meta.dtype]
-        if memory.device != device or dtype_name(memory.dtype) != self.meta.dtype or self.address % 8:
-            return False
-        return not any(size * number % 8 for number in (piece.row, piece.target, piece.target_stride, piece.source_stride))
-
-
-def whole(meta: TensorMeta, memory: torch.Tensor) -> Part:
-    """All of a tensor, at the beginning of `memory`. Its last word may reach beyond it, if there are zeros."""
-    return Part(meta, memory, Piece(meta.name, meta.name, 1, meta.numel, 0, meta.numel, 0, meta.numel))
-
-
-def place_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for as long as a tensor lies where it lay."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -11,8 +11,6 @@ GPU, and its collectives must not run beside the engine's own. The sums of all t
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
@@ -30,7 +28,8 @@ from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Sending, elsewhere, uuid_of
 from instep.transport.again import check
 from instep.transport.bucket_digests import DeviceTally, First, HostTally, Result, Tally, Values, pack, sums_of
-from instep.transport.group import Group, address_towards, give_up, serve
+from instep.transport.group import Group
+from instep.transport.store import give_up, own_address, serve
 
 T = TypeVar("T")
 
@@ -271,10 +270,3 @@ class BroadcastTransport:
         if len(self.rooms) <= index % 2:
             self.rooms.append(torch.empty(self.way.bucket, dtype=torch.uint8, device=self.device))
         return self.rooms[index % 2][:size]
-
-
-def own_address() -> str:
-    """Where other hosts find this one: what the launcher says of rank 0, or the interface of the default route."""
-    given = os.environ.get("MASTER_ADDR", "")
-    resolved = socket.gethostbyname(given) if given else "127.0.0.1"
-    return address_towards("192.0.2.1") if resolved.startswith("127.") else resolved

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from instep.digest import MASK
@@ -17,10 +13,11 @@ from instep.digest_cuda import warm_up
 from instep.errors import TransportError
 from instep.plan.buckets import buckets
 from instep.protocol import Location, Manifest, TensorMeta
-from instep.transport import WorkerContext
+from instep.transport import Passing, WorkerContext
 from instep.transport.bucket_digests import HostTally
-from instep.transport.group import Group, find
-from instep.transport.mapped import Mapped
+from instep.transport.group import Group
+from instep.transport.mapped import Staged
+from instep.transport.store import find
 
 
 class Buckets:
@@ -73,17 +70,8 @@ def join(location: Location, me: WorkerContext, device: torch.device) -> Group:
     return group
 
 
-class StagedReader(Mapped):
-    """A worker's side where versions are staged in memory of its own."""
-
-    def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
-        self.location, self.me, self.tensors = manifest.location, me, manifest.tensors
-        file = _anonymous_file(self.location.nbytes)
-        try:
-            super().__init__(manifest, file)
-            self.room = torch.from_numpy(np.frombuffer(mmap.mmap(file, max(self.size, 1)), np.uint8))
-        finally:
-            os.close(file)
+class StagedReader(Staged):
+    """A worker's side where versions are staged: over Gloo."""
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         group = join(self.location, self.me, torch.device("cpu"))
@@ -97,11 +85,8 @@ class StagedReader(Mapped):
         return tally.result()[0]
 
 
-class StreamReader:
+class StreamReader(Passing):
     """A worker's side where versions pass by in the commit, in two buckets on its GPU that stay with the group."""
-
-    arrived = split = False
-    fetches = streams = True
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         self.location, self.me, self.device = manifest.location, me, torch.device(me.device)
@@ -130,6 +115,9 @@ class StreamReader:
         self.buckets.wait()
         self.group.settle()
 
+    def each(self, *, ahead: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        return self.buckets.each(ahead=ahead)
+
     def told(self) -> dict[str, int]:
         """After the last bucket: the trainer's own sums, by tensor."""
         assert self.group is not None
@@ -140,18 +128,3 @@ class StreamReader:
     def settle(self) -> None:
         assert self.group is not None
         self.group.settle()
-
-    def stop(self) -> None: ...
-
-    def close(self) -> bool:
-        return True
-
-
-def _anonymous_file(size: int) -> int:
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("instep")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, max(size, 1))
-    return file

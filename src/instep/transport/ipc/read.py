@@ -12,7 +12,8 @@ from instep.digest_cuda import Table, warm_up
 from instep.errors import TransportError
 from instep.plan.rows import Rows, rows_of_place, run_of
 from instep.protocol import Manifest, TensorMeta
-from instep.transport import WorkerContext, driver
+from instep.transport import Remote, WorkerContext
+from instep.transport.ipc import driver
 
 LOOK = 0.00002
 """Seconds between two looks at a trainer's board."""
@@ -32,10 +33,8 @@ def current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class IpcReader:
+class IpcReader(Remote):
     """On the worker's current device. Addresses stay mapped from version to version, in `OPENED`."""
-
-    arrived = split = streams = False
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         self.device, self.timeout = current_gpu(), me.timeout
@@ -101,11 +100,6 @@ class IpcReader:
         warm_up(self.device)
         WARM.add(self.device)
         return {}
-
-    def stop(self) -> None: ...
-
-    def close(self) -> bool:
-        return True
 
 
 def _attach(handle: bytes) -> int:

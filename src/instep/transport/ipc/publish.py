@@ -21,7 +21,8 @@ from instep.errors import SourceError, TransportError
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Pull, Sending, elsewhere
 from instep.transport.again import second
-from instep.transport.ipc_export import Exposed, located, place_of, whole
+from instep.transport.ipc.export import Exposed, located
+from instep.transport.parts import place_of, whole
 
 T = TypeVar("T")
 AHEAD = 0.001

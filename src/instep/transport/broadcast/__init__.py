@@ -1,0 +1,1 @@
+"""NCCL or Gloo: the trainer sends a version to all workers at once, in buckets."""

@@ -1,0 +1,1 @@
+"""CUDA IPC: workers pull a version straight out of the trainer's GPU memory."""

@@ -1,0 +1,94 @@
+"""The trainer's side of shared memory: copies each tensor once into a segment.
+
+When every engine has left a version its segment is used again for the next one: its pages are in place already, and at most one copy of
+the model is held.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from instep.digest import cores
+from instep.errors import TransportError
+from instep.forked import Own
+from instep.plan.buckets import layout
+from instep.protocol import Identity, Location, TensorMeta
+from instep.transport import Placed, Published, Pull, elsewhere
+from instep.transport.bucket_digests import Result
+from instep.transport.copying import copied
+from instep.transport.shm.segment import Segment, sweep
+
+
+class ShmTransport(Pull):
+    """The trainer's side. One segment per version; `release_all_but` hands segments over to the next version."""
+
+    kind = "shm"
+
+    def __init__(self) -> None:
+        sweep()
+        self.own = Own()
+        self.segments: dict[str, Segment] = {}
+        self.free: list[Segment] = []
+        self.pool = ThreadPoolExecutor(max_workers=cores())
+        self._at_exit = weakref.finalize(self, _close, self.segments, self.free, self.own)
+
+    def why_not(self, _: torch.device, workers: Sequence[Identity]) -> str | None:
+        return elsewhere(workers)
+
+    def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
+        if not self._at_exit.alive:
+            raise TransportError("the WeightSync was closed", next_step="make a new one")
+        offsets, size = layout(tensors)
+        segment = self._segment(size)
+        try:
+            found = self._brought(segment, tensors, values)
+        except BaseException:
+            self._take_back(segment)
+            raise
+        self.segments[segment.name] = segment
+        return Published(Location(self.kind, segment.name, size, offsets), *found)
+
+    def _brought(self, segment: Segment, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Result:
+        """Fills a segment. Digests and names of tensors that are not finite are those of the copies: what a trainer does to its tensors
+        afterwards cannot change what is sent."""
+        return copied(segment.view, tensors, Placed.of(values), self.pool)
+
+    def _take_back(self, segment: Segment) -> None:
+        """One that was not filled."""
+        self.free.append(segment)
+
+    def _segment(self, size: int) -> Segment:
+        for segment in self.free:
+            if segment.size >= size:
+                self.free.remove(segment)
+                return segment
+        while self.free:
+            self.free.pop().close()
+        return self.new_segment(size)
+
+    def new_segment(self, size: int) -> Segment:
+        return Segment(size)
+
+    def finish(self, published: Published) -> Published:
+        return published
+
+    def release_all_but(self, held: Set[str]) -> None:
+        for address in self.segments.keys() - held:
+            self.free.append(self.segments.pop(address).renamed())
+
+    def close(self) -> None:
+        self._at_exit()
+        self.pool.shutdown(wait=False)
+
+
+def _close(segments: dict[str, Segment], free: list[Segment], own: Own) -> None:
+    """Runs once: when the transport is closed, collected, or the trainer ends without either. A forked child owns nothing."""
+    if own.here():
+        for segment in (*segments.values(), *free):
+            segment.close()
+        segments.clear()
+        free.clear()

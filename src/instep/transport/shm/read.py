@@ -1,0 +1,45 @@
+"""A worker's side of shared memory: maps the segment of a version read-only."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import numpy as np
+
+from instep.digest import BLOCK_BYTES, all_sums, from_sums
+from instep.errors import TransportError
+from instep.protocol import Manifest, TensorMeta
+from instep.transport import WorkerContext
+from instep.transport.mapped import Mapped
+from instep.transport.shm import segment
+
+
+class ShmReader(Mapped):
+    """A worker's side: the segment of one manifest."""
+
+    def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
+        location, self.share, self.split = manifest.location, me.share, me.share[1] > 1
+        if not segment.NAME.fullmatch(location.address):
+            raise TransportError(f"{location.address!r} is not a segment's name")
+        try:
+            file = os.open(segment.directory() / location.address, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(
+                f"cannot open the trainer's shared memory {location.address}: {error.strerror}",
+                next_step="shm needs trainer and engine on one host that share /dev/shm (docker: --ipc=host or --ipc=container:...)",
+            ) from error
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size < location.nbytes:
+                raise TransportError(f"segment {location.address} has {found.st_size} bytes, the manifest says {location.nbytes}")
+            super().__init__(manifest, file)
+        finally:
+            os.close(file)
+
+    def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
+        """Workers of one engine map the same pages: together they look at each once."""
+        sums = np.zeros(self.size // BLOCK_BYTES, np.uint64)
+        low, high = (part * len(sums) // self.share[1] for part in (self.share[0], self.share[0] + 1))
+        sums[low:high] = all_sums(self.bytes[low * BLOCK_BYTES : high * BLOCK_BYTES])
+        return from_sums(sums, tensors, self.offsets)

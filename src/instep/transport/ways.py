@@ -1,0 +1,42 @@
+"""The ways that a version can take, from the fastest to the most general. A new one is a folder, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from instep.errors import TransportError
+from instep.protocol import Manifest
+from instep.transport import Reader, Transport, WorkerContext
+from instep.transport.broadcast.publish import BroadcastTransport
+from instep.transport.broadcast.read import StagedReader, StreamReader
+from instep.transport.http.publish import HttpTransport
+from instep.transport.http.read import HttpReader
+from instep.transport.ipc.publish import IpcTransport
+from instep.transport.ipc.read import IpcReader
+from instep.transport.shm.publish import ShmTransport
+from instep.transport.shm.read import ShmReader
+
+
+class Way(NamedTuple):
+    """publish: makes the trainer's end, from the seconds that it may wait. read: opens a version in a worker."""
+
+    publish: Callable[[float], Transport]
+    read: Callable[[Manifest, WorkerContext], Reader]
+
+
+WAYS = {
+    "ipc": Way(lambda _: IpcTransport(), IpcReader),
+    "nccl": Way(lambda timeout: BroadcastTransport("nccl", timeout), StreamReader),
+    "shm": Way(lambda _: ShmTransport(), ShmReader),
+    "gloo": Way(lambda timeout: BroadcastTransport("gloo", timeout), StagedReader),
+    "http": Way(lambda _: HttpTransport(), HttpReader),
+}
+
+
+def open_location(manifest: Manifest, me: WorkerContext) -> Reader:
+    """The reader for a manifest. Raises `TransportError` where the version cannot be opened from this process."""
+    kind = manifest.location.transport
+    if kind not in WAYS:
+        raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(WAYS)}")
+    return WAYS[kind].read(manifest, me)
