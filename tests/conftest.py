@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from call_by_call import Model, Trainer, fill
-from hanging import shorten_deadlines
+from helpers.call_by_call import Model, Trainer, fill
+from helpers.hanging import shorten_deadlines
+from helpers.toys import ToyHost
 from hypothesis import HealthCheck, settings
-from toys import ToyHost
 
 from instep.receiver.state import Receiver
 from instep.transport.shm import segment as shm

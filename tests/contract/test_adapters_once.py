@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from source_models import assert_source_equals, llama, lora, qwen3, saved
+from helpers.source_models import assert_source_equals, llama, lora, qwen3, saved
 
 from instep import Adapter, MemoryEngine, TransformersEngine, WeightSync
 from instep.errors import PlanError, SourceError

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.toys import checkpoint
 from torch.distributed import PrefixStore
-from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineLost, EngineTimeout, InstepError, SourceError, TransportError

@@ -6,7 +6,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from two_buffers import filled, put, write_until
+from helpers.two_buffers import filled, put, write_until
 
 from instep import MemoryEngine
 from instep.dropin.torchrl import VLLMDoubleBufferSyncScheme

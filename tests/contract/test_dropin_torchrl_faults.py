@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from dropin_pairs import LATER, NEW, OLD, holds, pair
+from helpers.dropin_pairs import LATER, NEW, OLD, holds, pair
 
 from instep import MemoryEngine
 from instep.errors import EngineTimeout, InstepError, SyncError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import checkpoint, differing
+from helpers.toys import checkpoint, differing
 
 from instep import MemoryEngine, TransformersEngine, WeightSync
 from instep.engine import Engine, connect

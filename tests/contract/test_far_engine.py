@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from far_engine import FarEngine
-from toys import checkpoint
+from helpers.far_engine import FarEngine
+from helpers.toys import checkpoint
 
 from instep import WeightSync
 from instep.errors import InstepError

@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
-from named_weights import WEIGHTS
-from loopback_server import MemoryServer
+from helpers.named_weights import WEIGHTS
+from helpers.loopback_server import MemoryServer
 from instep import MemoryEngine, WeightSync
 from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import InstepError

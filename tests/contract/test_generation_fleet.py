@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ray_fleet import SOON, collect, environment, fake_vllm, once, ready, restart, until
-from rollouts import encode
-from serving import weights
+from helpers.ray_fleet import SOON, collect, environment, fake_vllm, once, ready, restart, until
+from helpers.rollouts import encode
+from helpers.serving import weights
 
 from instep import WeightSync
 from instep.errors import ConfigError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ray_fleet import SOON, Trainer, environment, fake_vllm, gpus_of, group_of, until
+from helpers.ray_fleet import SOON, Trainer, environment, fake_vllm, gpus_of, group_of, until
 
 from instep.errors import ConfigError, EngineTimeout
 

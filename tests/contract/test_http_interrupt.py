@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback_server import saved
-from memory_server import HERE, TOKEN, Process
-from toys import attention
+from helpers.loopback_server import saved
+from helpers.memory_server import HERE, TOKEN, Process
+from helpers.toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine.remote.http import HttpEngine

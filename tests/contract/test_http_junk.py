@@ -10,9 +10,9 @@ from contextlib import suppress
 
 import httpx
 import pytest
-from junk import attack
-from memory_server import TOKEN, Process
-from toys import attention
+from helpers.junk import attack
+from helpers.memory_server import TOKEN, Process
+from helpers.toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine.remote.http import HttpEngine

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from memory_server import HERE, TOKEN, Process
-from toys import attention
+from helpers.memory_server import HERE, TOKEN, Process
+from helpers.toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine.remote.http import HttpEngine
@@ -187,7 +187,7 @@ def test_a_server_that_sleeps_within_a_commit_is_taken_back(server: Process) -> 
 
 TRAINER = """
 import sys
-from toys import attention
+from helpers.toys import attention
 from instep import WeightSync
 from instep.engine.remote.http import HttpEngine
 sync = WeightSync(attention(2), [HttpEngine(sys.argv[1], sys.argv[2])], timeout=2)

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from rollouts import request
-from sample_records import sample
+from helpers.rollouts import request
+from helpers.sample_records import sample
 
 from instep.generation.maths import Maths
 from instep.generation.verifiers import Answer

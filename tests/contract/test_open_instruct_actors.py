@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_fleet import SOON, environment
-from rollouts import decode, encode
-from serving import FakeServing
+from helpers.ray_fleet import SOON, environment
+from helpers.rollouts import decode, encode
+from helpers.serving import FakeServing
 
 from instep.dropin.open_instruct import LLMRayActor, PromptRequest, SamplingConfig
 from instep.errors import ConfigError

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from asgi import answering, asgi_rpc
-from toys import checkpoint
+from helpers.asgi import answering, asgi_rpc
+from helpers.toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
 from instep.engine.remote.pipe import PipeDoor, PipeRpc

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from source_models import assert_source_equals, llama, lora, saved
+from helpers.source_models import assert_source_equals, llama, lora, saved
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.source_models import assert_same_bits, assert_source_equals, llama, lora, make, qwen2_5_vl, qwen3, qwen3_moe, saved
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
-from source_models import assert_same_bits, assert_source_equals, llama, lora, make, qwen2_5_vl, qwen3, qwen3_moe, saved
 from torch import nn
 
 from instep import MemoryEngine, WeightSync

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from source_models import MODELS, WRAPPERS, assert_source_equals, checkpoint_layers, compile_layers, llama, lora, make, saved
+from helpers.source_models import MODELS, WRAPPERS, assert_source_equals, checkpoint_layers, compile_layers, llama, lora, make, saved
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from dropin_pairs import LATER, NEW, OLD, holds
-from source_models import qwen3
+from helpers.dropin_pairs import LATER, NEW, OLD, holds
+from helpers.source_models import qwen3
 
 from instep import MemoryEngine, TransformersEngine
 from instep.dropin import torchrl as ours
@@ -20,12 +20,12 @@ from instep.errors import ConfigError, PlanError
 if importlib.util.find_spec("torchrl") is None:
     pytest.skip("TorchRL is not installed: pip install 'instep[torchrl]'", allow_module_level=True)
 
+from helpers.torchrl_policy import Policy
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.envs import PendulumEnv
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update import llm as theirs
-from torchrl_policy import Policy
 
 pytestmark = [pytest.mark.usefixtures("segments"), pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")]
 

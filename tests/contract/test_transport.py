@@ -209,7 +209,7 @@ BAD_LOCATIONS = {
     "not aligned": ({"offsets": {"w": 4}}, "places w outside"),
     "not placed": ({"offsets": {}}, "places w outside"),
     "negative size": ({"nbytes": -1}, "outside"),
-    "another transport": ({"transport": "pigeon"}, "does not know the transport 'pigeon'; known: shm"),
+    "another transport": ({"transport": "pigeon"}, "does not know the transport 'pigeon'; known: ipc"),
 }
 
 

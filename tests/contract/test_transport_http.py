@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toys import bits, checkpoint, described
 from msgspec import structs
-from toys import bits, checkpoint, described
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineTimeout, TransportError

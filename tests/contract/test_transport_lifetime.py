@@ -27,8 +27,9 @@ from pathlib import Path
 import torch
 from instep.protocol import Manifest, TensorMeta, decode
 from instep.transport import WorkerContext
-from instep.transport.ways import open_location
 from instep.transport.shm import segment as shm
+from instep.transport.shm.publish import ShmTransport
+from instep.transport.ways import open_location
 
 folder, manifest = Path(sys.argv[1]), decode(bytes.fromhex(sys.argv[2]), Manifest)
 shm.directory = lambda: folder
@@ -37,7 +38,7 @@ ME = WorkerContext("worker", 5.0)
 
 def publish():
     global transport
-    transport = shm.ShmTransport()
+    transport = ShmTransport()
     return transport.publish([meta], [("w", torch.ones(4))]).location.address
 
 def killed():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from far_engine import FarEngine
 from gpus import OTHER_DEVICE, apart
+from helpers.far_engine import FarEngine
 
 from instep import WeightSync
 from instep.bench import shapes

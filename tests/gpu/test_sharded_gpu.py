@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from far_engine import FarEngine
 from gpu_models import PROMPTS, folder, greedy, start, stop_vllm
 from gpu_ranks import ROWS, Ranks, local
 from gpus import OTHER, OTHER_DEVICE
+from helpers.far_engine import FarEngine
 
 pytestmark = pytest.mark.timeout(600)
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")

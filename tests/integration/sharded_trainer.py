@@ -45,7 +45,7 @@ def main(out: str, rank: int, port: int, family: str, checkpoint: str) -> None:
 
 def pushes(llm: Any, family: str) -> dict[str, Any]:
     """llm: None on other ranks than the first."""
-    from rank_models import WRAPS
+    from helpers.rank_models import WRAPS
 
     results: dict[str, Any] = {"generated": [], "digests": []}
     for number, (wrap, transport, seed) in enumerate(WAYS):

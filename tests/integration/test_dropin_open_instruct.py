@@ -13,8 +13,8 @@ import pytest
 import torch
 from dropins import error_of, free_port, in_thread, run_example
 from engines import Generated, greedy
+from helpers.toys import bits
 from models import PROMPTS, tiny
-from toys import bits
 
 from instep.dropin.handles import SEGMENT
 from instep.dropin.open_instruct import Communicator, broadcast_weights_to_vllm, init_process_group

@@ -12,8 +12,8 @@ import pytest
 import torch
 from dropins import free_port
 from engines import SETTINGS
+from helpers.ray_fleet import collect, environment, once, ready, restart, until
 from plain_tokens import Add, OnceParser, Tokens, length, trainer_logprobs
-from ray_fleet import collect, environment, once, ready, restart, until
 
 from instep import WeightSync
 from instep.demo.model import load, smollm2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollouts import run
+from helpers.rollouts import run
 
 from instep.generation import ToolSet
 from instep.generation.mcp_tool import mcp_tools

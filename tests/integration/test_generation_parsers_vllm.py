@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engines import settings
-from rollouts import Say, ScriptedClient, harness, request, run, said
+from helpers.rollouts import Say, ScriptedClient, harness, request, run, said
 
 from instep.errors import ConfigError
 from instep.generation import Harness, Limits, PromptId, PromptRequest, Sampling, ToolDefinition, ToolSet

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollouts import run, until
+from helpers.rollouts import run, until
 
 import instep
 from instep.generation import ToolDefinition, ToolOutput, ToolSet

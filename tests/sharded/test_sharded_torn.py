@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_groups import Seen, played
+from helpers.rank_groups import Seen, played
 
 BEFORE = [played(2, f"torn/{way}/{model}/{rank}") for way in ("shm", "one", "http") for model in ("llama", "lora") for rank in (0, 1)]
 STAGED = [played(2, f"torn/ipc/lora/{rank}") for rank in (0, 1)]

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from loopback_server import NEXT, START, MemoryServer, saved
-from toys import Checkpoint
-from vllm_engine import VERSIONS
-from vllm_stub import install
+from helpers.loopback_server import NEXT, START, MemoryServer, saved
+from helpers.toys import Checkpoint
+from helpers.vllm_engine import VERSIONS
+from helpers.vllm_stub import install
 
 from instep import cli
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from named_weights import Trainer, engine_named, serves
+from helpers.named_weights import Trainer, engine_named, serves
 
 from instep import history
 from instep.engine.vllm import engine as vllm
@@ -70,7 +70,7 @@ def test_what_was_attempted_is_forgotten_when_it_is_known_what_came_of_it() -> N
 
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
 def test_a_push_leaves_no_keys_in_the_store(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pretend_cuda import pretend_nccl
+    from helpers.pretend_cuda import pretend_nccl
 
     pretend_nccl(monkeypatch, 1 << 20)
     trainer = Trainer(engine_named(), transport=transport, timeout=20)

@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from interrupts import Interrupts
-from named_weights import WEIGHTS, serves
-from waiting_engines import WAYS, Waiting, in_a_thread
+from helpers.interrupts import Interrupts
+from helpers.named_weights import WEIGHTS, serves
+from helpers.waiting_engines import WAYS, Waiting, in_a_thread
 
 from instep import MemoryEngine, WeightSync
 from instep.engine import memory

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hanging import hang
+from helpers.hanging import hang
 from torch import nn
 
 from instep import MemoryEngine, TransformersEngine, WeightSync

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from named_weights import WEIGHTS, Trainer, engine_named, serves
+from helpers.named_weights import WEIGHTS, Trainer, engine_named, serves
 
 from instep.errors import ApplyError, EngineLost, VersionConflict
 

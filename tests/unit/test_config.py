@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import checkpoint
+from helpers.toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
 from instep.config import Config

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from toys import attention, differing
+from helpers.toys import attention, differing
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import ApplyError, DigestMismatch, EngineDirty, EngineLost, EngineState, EngineTimeout, SyncError, VersionConflict

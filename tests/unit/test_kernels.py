@@ -13,9 +13,9 @@ import pytest
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: it comes with vLLM")
 def test_the_kernel_moves_and_sums_up_as_numpy_does() -> None:
-    program = Path(__file__).parents[1] / "kernel_cases.py"
-    done = subprocess.run(
-        [sys.executable, program], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=240
-    )
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "helpers.kernel_cases"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "equal\n"

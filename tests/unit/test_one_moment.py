@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toys import Checkpoint, bits, described
 from safetensors.torch import save_file
 from torch import nn
-from toys import Checkpoint, bits, described
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import SourceError

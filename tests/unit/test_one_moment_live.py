@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_cuda import pretend_nccl
-from test_one_moment import NAMES, WRITES, Trainer, model, module_of, same, zeros
-from test_scratch_buffers import LARGE, SCRATCH, Scratch, ScratchSource
+from helpers.pretend_cuda import pretend_nccl
 from torch import nn
 
 from instep import MemoryEngine, WeightSync
@@ -18,6 +16,8 @@ from instep.plan.buckets import ALIGN
 from instep.receiver.pull import Puller
 from instep.transport.broadcast import publish as broadcast
 from instep.transport.bucket_digests import DeviceTally
+from unit.receiver.test_scratch_buffers import LARGE, SCRATCH, Scratch, ScratchSource
+from unit.test_one_moment import NAMES, WRITES, Trainer, model, module_of, same, zeros
 
 pytestmark = pytest.mark.usefixtures("segments")
 

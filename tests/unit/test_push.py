@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.toys import Checkpoint, bits, checkpoint, described, differing
 from torch import nn
-from toys import Checkpoint, bits, checkpoint, described, differing
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import PlanError, SourceError, TransportError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from named_weights import WEIGHTS, Trainer, engine_named, serves
+from helpers.named_weights import WEIGHTS, Trainer, engine_named, serves
 from torch import nn
 
 from instep import MemoryEngine, WeightSync

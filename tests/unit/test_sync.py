@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import checkpoint
+from helpers.toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import ConfigError, PlanError, TransportError

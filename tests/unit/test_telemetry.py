@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.toys import checkpoint
 from prometheus_client import CollectorRegistry
-from toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import DigestMismatch, EngineLost, PlanError
@@ -63,7 +63,7 @@ def test_the_log_is_always_on(caplog: pytest.LogCaptureFixture) -> None:
 
 ALONE = """
 import logging
-from toys import checkpoint
+from helpers.toys import checkpoint
 from instep import MemoryEngine, WeightSync
 engine = MemoryEngine(checkpoint(0, layers=1))
 engine.inject("prepare")

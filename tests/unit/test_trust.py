@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from pretend_cuda import pretend, pretend_nccl
-from toys import attention
+from helpers.pretend_cuda import pretend, pretend_nccl
+from helpers.toys import attention
 
 from instep import MemoryEngine, WeightSync
 from instep.engine import CachePolicy

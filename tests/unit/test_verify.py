@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import checkpoint
+from helpers.toys import checkpoint
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineLost, PlanError, VersionConflict

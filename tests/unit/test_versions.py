@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from named_weights import WEIGHTS, Trainer, engine_named, serves
+from helpers.named_weights import WEIGHTS, Trainer, engine_named, serves
 
 from instep import WeightSync
 from instep.errors import ConfigError, SyncError, VersionConflict
