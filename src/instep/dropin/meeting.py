@@ -40,9 +40,12 @@ class Lines:
             with suppress(OSError):  # a network that does not allow it: deadlines hold there
                 self.mine = socket.create_connection((host, port), timeout=5)
                 self.mine.sendall(group.rank.to_bytes(4, "big"))
+                self.mine.setblocking(False)
 
     def gone(self) -> list[int]:
-        """The ranks whose processes have ended, or that have left. Rank 0 knows."""
+        """The ranks whose processes have ended, or that have left. Rank 0 knows of all, the others of rank 0."""
+        if self.mine is not None:
+            return [0] if _hung_up(self.mine) else []
         with suppress(OSError):
             while self.listener is not None:
                 line, _ = self.listener.accept()

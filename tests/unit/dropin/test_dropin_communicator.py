@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +234,16 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: list[Communicator]) -> Non
     with pytest.raises(TransportError, match="the process of rank 2 has ended, or has left the group"):
         ranks[0].broadcast(torch.ones(4))
     assert time.monotonic() - started < 5
+
+
+def test_a_first_rank_that_is_gone_is_not_waited_for(ranks: list[Communicator]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[1].broadcast, torch.zeros(4))
+        with pytest.raises(FutureTimeout):
+            waiting.result(0.3)
+        ranks[0].close()
+        with pytest.raises(TransportError, match="the process of rank 0 has ended, or has left the group"):
+            waiting.result(5)
 
 
 def test_who_gives_up_ends_the_others_waits() -> None:
