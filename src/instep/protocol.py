@@ -111,7 +111,7 @@ class Location(msgspec.Struct, frozen=True):
     """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes.
 
     Where memory is shared in several allocations, `places` says in which of `handles` the parts of each tensor lie, and `board` in which of
-    them, and where, the trainer's GPU tells their sums (`transport.ipc_export.Exposed`). Where the version is sent in buckets of `bucket`
+    them, and where, the trainer's GPU tells their sums (`transport.ipc.export.Exposed`). Where the version is sent in buckets of `bucket`
     bytes, `ranks` has each worker's rank in the group, by its incarnation. sending: tells what is sent to one group apart. live: whether
     the bytes are the trainer's own, and gone when it steps."""
 

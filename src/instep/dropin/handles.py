@@ -1,6 +1,6 @@
 """Memory of one process in another, by a handle of plain fields: no function that comes with a handle is ever called.
 
-A GPU's memory is shared as PyTorch shares it between processes, CPU memory as a segment of `transport/shm.py`.
+A GPU's memory is shared as PyTorch shares it between processes, CPU memory as a segment of `transport/shm/`.
 """
 
 from __future__ import annotations

@@ -44,16 +44,20 @@ class Maths:
     def __init__(self, *, seconds: float = 5.0, memory: int = 1 << 31, processes: int = 2) -> None:
         if find_spec("math_verify") is None:
             raise missing("Maths", "math_verify")
-        self.own_seconds = seconds
+        self.seconds = seconds
         self.memory = memory
         self.processes = processes
         self.turnstile = Turnstile(processes)
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="instep-maths")
         self._mine = threading.local()
 
+    @property
+    def own_seconds(self) -> float:
+        return self.seconds
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Processes stay where they are."""
-        return _made, (self.own_seconds, self.memory, self.processes)
+        return _made, (self.seconds, self.memory, self.processes)
 
     async def __call__(self, answer: Answer, value: str | float) -> float:
         return await self.compare(str(value), answer.text)
@@ -79,7 +83,7 @@ class Maths:
         if worker is None or not worker.alive:
             worker = self._mine.worker = Worker(self.memory)
         found_text = normal(text[-LONGEST:]) if shown is None else f"\\boxed{{{_bare(normal(shown))}}}"
-        reply = worker.ask({"expected": _expected(label), "answer": found_text, "tolerance": tolerance}, self.own_seconds)
+        reply = worker.ask({"expected": _expected(label), "answer": found_text, "tolerance": tolerance}, self.seconds)
         if reply is None:
             return 0.0  # out of time or memory: of what the model wrote
         if "error" in reply:

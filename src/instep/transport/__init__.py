@@ -49,7 +49,7 @@ class Published:
     non_finite: tuple[str, ...] = field(default=())
     """Tensors with a NaN or an infinity. They are sent all the same."""
     launch: int = 0
-    """Where workers can read the sums by themselves: which ones (see `ipc_export.Exposed`)."""
+    """Where workers can read the sums by themselves: which ones (see `ipc.export.Exposed`)."""
 
 
 Read = Callable[[], Iterator[tuple[str, torch.Tensor]]]

@@ -12,7 +12,7 @@ import torch
 from instep.errors import TransportError
 from instep.protocol import Identity, TensorMeta
 from instep.transport import Published, Transport
-from instep.transport.ways import WAYS
+from instep.transport.ways import TRANSPORTS
 
 logger = logging.getLogger("instep")
 
@@ -46,7 +46,7 @@ class AutoTransport:
     """
 
     def __init__(self, only: str, timeout: float, every: Mapping[str, Transport] | None = None) -> None:
-        every = every or {name: way.publish(timeout) for name, way in WAYS.items()}
+        every = every or {name: ends.publish(timeout) for name, ends in TRANSPORTS.items()}
         self.candidates = {name: every[name] for name in every if only in ("auto", name)}
         self.refused: dict[str, _Refused] = {}
         self.left_out: set[str] = set()  # of the push that is under way

@@ -18,25 +18,25 @@ from instep.transport.shm.publish import ShmTransport
 from instep.transport.shm.read import ShmReader
 
 
-class Way(NamedTuple):
-    """publish: makes the trainer's end, from the seconds that it may wait. read: opens a version in a worker."""
+class Ends(NamedTuple):
+    """Both ends of a transport. publish: makes the trainer's end, from the seconds that it may wait. read: opens a version in a worker."""
 
     publish: Callable[[float], Transport]
     read: Callable[[Manifest, WorkerContext], Reader]
 
 
-WAYS = {
-    "ipc": Way(lambda _: IpcTransport(), IpcReader),
-    "nccl": Way(lambda timeout: BroadcastTransport("nccl", timeout), StreamReader),
-    "shm": Way(lambda _: ShmTransport(), ShmReader),
-    "gloo": Way(lambda timeout: BroadcastTransport("gloo", timeout), StagedReader),
-    "http": Way(lambda _: HttpTransport(), HttpReader),
+TRANSPORTS = {
+    "ipc": Ends(lambda _: IpcTransport(), IpcReader),
+    "nccl": Ends(lambda timeout: BroadcastTransport("nccl", timeout), StreamReader),
+    "shm": Ends(lambda _: ShmTransport(), ShmReader),
+    "gloo": Ends(lambda timeout: BroadcastTransport("gloo", timeout), StagedReader),
+    "http": Ends(lambda _: HttpTransport(), HttpReader),
 }
 
 
 def open_location(manifest: Manifest, me: WorkerContext) -> Reader:
     """The reader for a manifest. Raises `TransportError` where the version cannot be opened from this process."""
     kind = manifest.location.transport
-    if kind not in WAYS:
-        raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(WAYS)}")
-    return WAYS[kind].read(manifest, me)
+    if kind not in TRANSPORTS:
+        raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[kind].read(manifest, me)

@@ -75,7 +75,7 @@ class IpcTransport(Pull):
         self.buffers: dict[TensorMeta, torch.Tensor] = {}
         self.layout: _Layout | None = None
         self.summed: Published | None = None
-        self.hastened = False
+        self.prefetched = False
 
     def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         if device.type != "cuda":
@@ -86,8 +86,8 @@ class IpcTransport(Pull):
     def prefetch(self) -> None:
         """Sums up anew what was shared last. If it turns out to be the source still, that need not be done any more."""
         layout = self.layout
-        self.hastened = layout is not None and layout.place is not None and not layout.staged and layout.exposed.stay()
-        if layout is not None and self.hastened:
+        self.prefetched = layout is not None and layout.place is not None and not layout.staged and layout.exposed.stay()
+        if layout is not None and self.prefetched:
             layout.exposed.launch()
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
@@ -96,10 +96,10 @@ class IpcTransport(Pull):
         Those sums are the first read, and workers that pull make the second one. Of what is copied or made here workers see the copy:
         so it is read again here."""
         read = Placed.of(values)
-        layout, hastened, self.hastened = self.layout, self.hastened, False
+        layout, prefetched, self.prefetched = self.layout, self.prefetched, False
         if layout is None or not layout.holds(tensors, read.place):
-            layout, hastened = self._laid_out(tensors, _by_name(read), read.place), False
-        if not hastened:
+            layout, prefetched = self._laid_out(tensors, _by_name(read), read.place), False
+        if not prefetched:
             layout.exposed.launch()
         if read.place is None or layout.staged:
             layout.check(tensors, read)
