@@ -11,7 +11,10 @@ from torch import nn
 
 from instep.protocol import TensorMeta
 from instep.receiver import NeverRebuilds, NoAdapters
+from instep.receiver.apply import Applier
+from instep.receiver.arrival import Seen
 from instep.receiver.layout import Layout, shape_only
+from instep.receiver.trace import trace
 
 Checkpoint = dict[str, torch.Tensor]
 
@@ -108,3 +111,17 @@ class ToyHost(NeverRebuilds, NoAdapters):
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
         return 0, None
+
+
+def start(host: ToyHost, tensors: Checkpoint) -> Applier:
+    """An engine that has loaded its first weights, and the applier of its first push."""
+    with host.reload():
+        host.load(tensors.items())
+    return Applier(host, trace(host, described(tensors)))
+
+
+def push(applier: Applier, tensors: Checkpoint) -> None:
+    with torch.no_grad():
+        arrival = Seen(tensors, described(tensors))
+        applier.apply(arrival)
+        arrival.prove(applier)

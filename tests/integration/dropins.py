@@ -10,7 +10,6 @@ import runpy
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ import pytest
 from engines import SETTINGS
 from faulty import FaultyExtension
 
-from instep.dropin import open_instruct, vllm_rlhf
+from instep.dropin import answers, open_instruct, vllm_rlhf
 
 
 def free_port() -> int:
@@ -32,16 +31,7 @@ def free_port() -> int:
 
 def in_thread(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
     """A call that does not keep the test from ending."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+    return answers.in_thread(lambda: call(*args, **kwargs))
 
 
 def run_example(name: str, llm: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,19 @@ def words(text: str) -> str:
 NEW, OLD = EngineState("a", "new", "v2"), EngineState("b", "old", "v1")
 
 
+def code_of_a_doctor_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> object:
+    """How `instep doctor` ends."""
+
+    def doctor() -> int:
+        raise error
+
+    monkeypatch.setattr("instep.cli.doctor.doctor", doctor)
+    monkeypatch.setattr(sys, "argv", ["instep", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -152,28 +165,14 @@ NEW, OLD = EngineState("a", "new", "v2"), EngineState("b", "old", "v1")
 def test_an_error_is_told_in_words_and_in_the_exit_code(
     error: InstepError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def doctor() -> int:
-        raise error
-
-    monkeypatch.setattr("instep.cli.doctor.doctor", doctor)
-    monkeypatch.setattr(sys, "argv", ["instep", "doctor"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
+    assert code_of_a_doctor_that_raises(error, monkeypatch) == code
     output = capsys.readouterr()
-    assert ended.value.code == code
     assert output.out == ""
     assert output.err == f"{type(error).__name__}: {error}\n"
 
 
 def test_ctrl_c_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def doctor() -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("instep.cli.doctor.doctor", doctor)
-    monkeypatch.setattr(sys, "argv", ["instep", "doctor"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 130
+    assert code_of_a_doctor_that_raises(KeyboardInterrupt(), monkeypatch) == 130
     assert capsys.readouterr() == ("", "")
 
 

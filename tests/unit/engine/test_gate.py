@@ -8,7 +8,6 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from helpers.named_weights import WEIGHTS, serves
 
 from instep import MemoryEngine, TransformersEngine, WeightSync
+from instep.dropin.answers import in_thread
 from instep.engine import gate, memory, transformers
 from instep.errors import EngineDirty
 
@@ -36,20 +36,6 @@ def fill(model: Any, value: float) -> Any:
     for parameter in model.parameters():
         parameter.fill_(value)
     return model
-
-
-def beside(action: Callable[[], Any]) -> Future[Any]:
-    """Runs it in a thread."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 class Watched:
@@ -82,9 +68,9 @@ def test_a_push_waits_for_a_forward_that_runs_also_with_its_first_look_at_the_mo
 ) -> None:
     watched, trainer = Watched(), llama(2.0)
     with WeightSync(trainer, [watched.engine], timeout=30) as sync:
-        running = beside(lambda: way(watched.engine))
+        running = in_thread(lambda: way(watched.engine))
         assert watched.within.wait(30)
-        push = beside(lambda: sync.push("v1"))
+        push = in_thread(lambda: sync.push("v1"))
         waited = threading.Event().wait(0.3)
         assert (waited, push.done(), watched.engine.version) == (False, False, None)
         watched.go_on.set()
@@ -116,9 +102,9 @@ class Slow(TransformersEngine):
 def test_a_forward_waits_for_a_commit_and_sees_all_of_it() -> None:
     engine, trainer = Slow(llama(1.0)), llama(2.0)
     with WeightSync(trainer, [engine], timeout=30) as sync:
-        push = beside(lambda: sync.push("v1"))
+        push = in_thread(lambda: sync.push("v1"))
         assert engine.half.wait(30)
-        completions = beside(lambda: engine.generate([[1, 2]], max_tokens=2, temperature=0))
+        completions = in_thread(lambda: engine.generate([[1, 2]], max_tokens=2, temperature=0))
         assert not threading.Event().wait(0.2)
         assert not completions.done()
         engine.go_on.set()
@@ -129,7 +115,7 @@ def test_a_forward_waits_for_a_commit_and_sees_all_of_it() -> None:
 def test_a_forward_that_waits_hears_that_the_engine_is_dirty() -> None:
     engine = TransformersEngine(llama(1.0))
     asyncio.run(engine.pause("keep"))
-    waiting = beside(lambda: engine.generate([[1]], max_tokens=1))
+    waiting = in_thread(lambda: engine.generate([[1]], max_tokens=1))
     asyncio.run(engine.refuse("half an update"))
     with pytest.raises(EngineDirty, match="half an update"):
         waiting.result(30)
@@ -160,7 +146,7 @@ def test_an_engine_that_nobody_resumes_is_not_waited_for_without_end(kind: str, 
         generate = lambda: engine.generate([[1]], max_tokens=1)  # noqa: E731
     asyncio.run(engine.pause("keep"))
     with pytest.raises(RuntimeError, match="was left paused for"):
-        beside(generate).result(30)
+        in_thread(generate).result(30)
     asyncio.run(engine.resume())
     assert generate()
 
@@ -174,7 +160,7 @@ def test_a_forward_within_a_forward_passes_while_a_change_waits() -> None:
             changed.set()
 
     with one.passing("engine", 10):
-        beside(change)
+        in_thread(change)
         while not one._changing:
             pass
         with one.passing("engine", 0.01):
@@ -220,7 +206,7 @@ def test_an_engine_in_memory_generates_through_its_first_push() -> None:
                 errors.append(error)
 
     with WeightSync(source, [engine]) as sync:
-        running = beside(generate)
+        running = in_thread(generate)
         for version in ("a", "b", "c"):
             source.update(WEIGHTS[version])
             sync.push(version)

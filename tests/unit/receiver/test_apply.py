@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import Checkpoint, ToyHost, bits, described
+from helpers.toys import Checkpoint, ToyHost, bits, push, start
 from torch import nn
 
 from instep.errors import DigestMismatch
-from instep.receiver.apply import Applier
 from instep.receiver.arrival import Seen
-from instep.receiver.trace import trace
 
 
 class Layer(nn.Module):
@@ -37,20 +35,6 @@ def fill(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 def weights(seed: int) -> Checkpoint:
     generator = torch.Generator().manual_seed(seed)
     return {"a.weight": torch.randn(4, 6, generator=generator), "b.weight": torch.randn(3, generator=generator)}
-
-
-def start(host: ToyHost, tensors: Checkpoint) -> Applier:
-    """An engine that has loaded its first weights, and the applier of its first push."""
-    with host.reload():
-        host.load(tensors.items())
-    return Applier(host, trace(host, described(tensors)))
-
-
-def push(applier: Applier, tensors: Checkpoint) -> None:
-    with torch.no_grad():
-        arrival = Seen(tensors, described(tensors))
-        applier.apply(arrival)
-        arrival.prove(applier)
 
 
 def holds(host: ToyHost, tensors: Checkpoint) -> bool:

@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.toys import Checkpoint, ToyHost, described
+from helpers.toys import Checkpoint, ToyHost, push, start
 from torch import nn
 
-from instep.receiver.apply import Applier
-from instep.receiver.arrival import Seen
 from instep.receiver.evidence import Look
-from instep.receiver.trace import trace
 
 ROWS = 96
 
@@ -170,20 +167,6 @@ PLACES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]
 def weights(seed: int) -> Checkpoint:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(n, n, generator=generator) for name, n in (("a.weight", ROWS), ("other.weight", 3))}
-
-
-def start(host: ToyHost, tensors: Checkpoint) -> Applier:
-    """After the first weights of an engine were loaded."""
-    with host.reload():
-        host.load(tensors.items())
-    return Applier(host, trace(host, described(tensors)))
-
-
-def push(applier: Applier, tensors: Checkpoint) -> None:
-    with torch.no_grad():
-        arrival = Seen(tensors, described(tensors))
-        applier.apply(arrival)
-        arrival.prove(applier)
 
 
 def changed(how: str) -> Checkpoint:
