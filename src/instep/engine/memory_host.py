@@ -53,11 +53,13 @@ class MemoryHost(NeverRebuilds):
         shards = {name: self._shard(name, tensor) for name, tensor in checkpoint.items()}
         for name in sorted(checkpoint, key=lambda name: (_param(name), PARTS.get(_layer(name), 0))):
             self.places[name] = Place(_param(name), self._index(name, shards[name], rows), _axis(name))
-        for name, shard in shards.items():
-            param = _param(name)
-            if EXPERT.fullmatch(name):
-                experts = 1 + max(int(EXPERT.fullmatch(other)[2]) for other in shards if _param(other) == param)  # type: ignore[index]
-                shape = (experts, shard.shape[0] * (2 if param.endswith("w13_weight") else 1), *shard.shape[1:])
+        experts: dict[str, int] = defaultdict(int)
+        for name in shards:
+            if expert := EXPERT.fullmatch(name):
+                experts[_param(name)] = max(experts[_param(name)], 1 + int(expert[2]))
+        for param, shard in {_param(name): shard for name, shard in shards.items()}.items():
+            if param in experts:
+                shape = (experts[param], shard.shape[0] * (2 if param.endswith("w13_weight") else 1), *shard.shape[1:])
             else:
                 count = -(-rows[param] // PAD) * PAD if param.endswith(VOCABULARY) else rows[param]
                 shape = (count, *shard.shape[1:]) if shard.ndim else ()
