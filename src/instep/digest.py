@@ -56,7 +56,7 @@ def outer_weights(seed: int, first_block: int, count: int) -> Words:
     return mix(np.arange(first_block, first_block + count, dtype=np.uint64) + np.uint64(seed)) | np.uint64(1)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=1 << 20)  # more than any model's: a list that does not fit is hashed anew in each push
 def seed_of(meta: TensorMeta) -> int:
     return xxhash.xxh3_64_intdigest(f"{meta.name}|{meta.dtype}|{tuple(meta.shape)}".encode())
 

@@ -26,7 +26,7 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One checkpoint tensor, by the name that `save_pretrained` would write. alias_of: another tensor of the same list with the same bytes
     (a tied head). An engine that keeps the two apart reads them twice."""
 
@@ -44,7 +44,7 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
         return self.numel * ITEM_BYTES[self.dtype]
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True):
+class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A strided box of elements in a tensor's flat index space, as `torch.as_strided` takes it (units: elements)."""
 
     offset: int
@@ -56,7 +56,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape)
 
 
-class Route(msgspec.Struct, frozen=True, array_like=True):
+class Route(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One copy: `source` of checkpoint tensor `tensor` goes to `target` of the worker's parameter `param`. A route without a tensor is a
     constant that the engine's loader fills in (padding)."""
 
@@ -66,7 +66,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     target: Region
 
 
-class ParamMeta(msgspec.Struct, frozen=True, array_like=True):
+class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One parameter of a worker in checkpoint layout, or a buffer that its module saves. `spare` elements need not be written: `kept`."""
 
     name: str
@@ -97,7 +97,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     overwritten: list[str] = []
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a part of a tensor lies in shared memory. It is a box of rows, each of them contiguous in both. The first begins at byte `at`
     of allocation `handle`, each `stride` elements after the one before it."""
 

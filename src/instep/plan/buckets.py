@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class Piece:
 def pieces(tensors: Sequence[TensorMeta], limit: int) -> Iterator[list[Piece]]:
     """The contents of each bucket, in the order in which `layout` puts the tensors. A tensor may reach over several."""
     offsets, size = layout(tensors)
-    waiting = [meta for meta in tensors if not meta.alias_of]
+    waiting = deque(meta for meta in tensors if not meta.alias_of)
     for low, high in buckets(size, limit):
         found = []
         while waiting and offsets[waiting[0].name] < high:
@@ -54,7 +55,7 @@ def pieces(tensors: Sequence[TensorMeta], limit: int) -> Iterator[list[Piece]]:
                 found.append(Piece(meta, start, stop, at + start - low))
             if at + padded(meta.nbytes) > high:
                 break
-            waiting.pop(0)
+            waiting.popleft()
         yield found
 
 

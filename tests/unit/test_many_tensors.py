@@ -1,0 +1,81 @@
+"""Models of very many small tensors: what a push does of each of them."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from helpers.toys import checkpoint
+
+from instep import MemoryEngine, WeightSync
+from instep.digest import seed_of
+from instep.engine import memory_host
+from instep.protocol import CommitRequest, ParamMeta, Place, Region, Request, Route, TensorMeta, decode, encode
+
+COUNT = 70_000
+REGION = Region(0, (2, 4), (4, 1))
+
+
+def experts(count: int) -> dict[str, torch.Tensor]:
+    shapes = {"gate": (2, 4), "up": (2, 4), "down": (4, 2)}
+    return {
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight": torch.randn(shape)
+        for expert in range(count)
+        for part, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        TensorMeta("w", "bfloat16", (2, 4)),
+        REGION,
+        Route("w", REGION, "p", REGION),
+        ParamMeta("p", "", "bfloat16", (2, 4)),
+        Place(REGION, 0, 0, 4),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_messages_that_come_by_the_thousand_are_left_alone_by_the_garbage_collector(message: Any) -> None:
+    assert not gc.is_tracked(decode(encode(message), type(message)))
+
+
+def test_the_seeds_of_a_large_model_are_made_once() -> None:
+    metas = [TensorMeta(f"large.{index}", "bfloat16", (1,)) for index in range(COUNT)]
+    for meta in metas:
+        seed_of(meta)
+    before = seed_of.cache_info()
+    for meta in metas:
+        seed_of(meta)
+    assert seed_of.cache_info().hits - before.hits == COUNT
+
+
+def test_an_engine_in_memory_looks_at_each_expert_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    param = memory_host._param
+    monkeypatch.setattr(memory_host, "_param", lambda name: asked.append(name) or param(name))
+    calls = []
+    for count in (4, 40):
+        asked.clear()
+        memory_host.MemoryHost(experts(count), 0, 1)
+        calls.append(len(asked) / count)
+    assert calls[0] == calls[1]
+
+
+def test_a_commit_carries_no_digests_where_workers_have_compared_the_bytes(monkeypatch: pytest.MonkeyPatch, segments: Any) -> None:
+    weights, engine = checkpoint(1), MemoryEngine(checkpoint(0))
+    commits: list[CommitRequest] = []
+    call = engine.call
+
+    async def seen(method: Any, payload: bytes) -> list[bytes]:
+        if method == "commit":
+            commits.append(decode(decode(payload, Request).body, CommitRequest))
+        return await call(method, payload)
+
+    monkeypatch.setattr(engine, "call", seen)
+    with WeightSync(weights, [engine], transport="shm") as sync:
+        sync.push("a")
+    assert [commit.digests for commit in commits] == [{}]
+    assert engine.fingerprint() == MemoryEngine(weights).fingerprint()
