@@ -15,11 +15,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import torch
 
-from instep.errors import TransportError
 from instep.plan.shards import Piece
 from instep.protocol import ITEM_BYTES, TensorMeta
 from instep.ranks.channel import Channel
@@ -27,8 +27,8 @@ from instep.ranks.run import Memory, Run, read
 from instep.transport.group import Group
 from instep.transport.store import find
 
-MOMENT = 0.5
-"""Seconds: the connections of a process end a little before it is known that it has ended."""
+MOMENT = 5.0
+"""Seconds to wait for the end of a process whose connection broke: the kernel closes connections first, long before on a busy host."""
 
 AHEAD, BESIDE = 256, 8
 """How much may be asked of a device before it has done the first of it: copies, and what goes with each slice of them, to send and to wait.
@@ -75,7 +75,8 @@ class Meeting:
         channel = self.channel
         store = find(*channel.address, channel.timeout)
         place = device if join.backend == "nccl" else torch.device("cpu")
-        self.group = Group(join.backend, store, join.key, channel.rank, channel.size, place, channel.timeout)
+        why = partial(channel.miss, range(channel.size), MOMENT)
+        self.group = Group(join.backend, store, join.key, channel.rank, channel.size, place, channel.timeout, why)
 
     def buffer(self, size: int) -> torch.Tensor:
         assert self.group is not None
@@ -187,11 +188,7 @@ def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch
             parts = list(run.packed(rank, low, high))
             arrived = meeting.buffer(stretch.step)[: run.nbytes(rank, low, high)]
             group.begin(meeting.channel.timeout)
-            try:
-                group.wait(group.recv(arrived, rank))
-            except TransportError:
-                meeting.channel.miss([rank], MOMENT)
-                raise
+            group.wait(group.recv(arrived, rank))
             meeting.pace(len(parts))
             for meta, part, at in parts:
                 run.spot(room, stretch.low, meta, part).copy_(_in(arrived, meta, part, at))

@@ -47,11 +47,11 @@ class Watch:
                 pass
 
     def gone(self, seconds: float = 0.0) -> set[int]:
-        """The ranks whose processes have ended. Waits so long for one."""
+        """The ranks whose processes have ended. Waits up to `seconds` for the first, where this process can see any."""
         poll = select.poll()
         for file in self.files.values():
             poll.register(file, select.POLLIN)
-        ended = {file for file, _ in poll.poll(0 if self.ended else 1000 * seconds)}
+        ended = {file for file, _ in poll.poll(1000 * seconds if self.files and not self.ended else 0)}
         return self.ended | {rank for rank, file in self.files.items() if file in ended}
 
     def close(self) -> None:

@@ -38,10 +38,22 @@ class Group:
     backend: `nccl` with tensors on `device`, or `gloo` with tensors in host memory.
     key: separates groups that share a store.
     timeout: also the longest that a later deadline may be with Gloo, whose collectives cannot be ended from outside.
+    why: called when a peer's connection breaks. Raises the reason where the caller knows a better one than the connection.
     """
 
-    def __init__(self, backend: str, store: Any, key: str, rank: int, size: int, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        backend: str,
+        store: Any,
+        key: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        why: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank, self.size, self.device, self.backend = rank, size, device, backend
+        self.why = why
         self.store = PrefixStore(key, store)
         self.timeout = timeout
         self.broken: str | None = None
@@ -128,6 +140,7 @@ class Group:
             work.wait()
         except Exception as error:
             self.look(now=True)  # a peer that gave up says why
+            self.why()
             raise self.end("a peer failed", error) from error
 
     def mark(self) -> Callable[[], bool]:

@@ -55,3 +55,8 @@ def test_a_process_that_ended_before_it_was_watched_is_gone(watch: Watch, other:
     other.wait()
     watch.see(3, said)
     assert watch.gone(30.0) == {3}
+
+
+def test_nobody_waits_where_no_process_can_be_seen(watch: Watch) -> None:
+    watch.see(1, structs.replace(liveness(), host="elsewhere"))
+    assert watch.gone(3600.0) == set()
