@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 from torch import nn
+from torch.nn import functional as F
 
 from instep.digest import MASK, as_bytes
 from instep.errors import PlanError
@@ -111,7 +112,8 @@ class MemoryHost(NeverRebuilds):
         yield
         for name, module in self.model.named_modules():
             if name.endswith("qkv_proj"):
-                module.scale = module.get_parameter("weight").float().abs().mean()
+                sizes = module.get_parameter("weight").float().abs().flatten()
+                module.scale = F.pad(sizes, (0, 1)).amax()  # exact on every device, unlike a mean
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
         if not parameter.endswith(VOCABULARY):
