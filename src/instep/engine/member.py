@@ -189,6 +189,7 @@ class Member(Known):
                 await self.bounded("label", self.engine.label(manifest.version))
                 await self.bounded("resume", self.engine.resume())
             await self._uncover()
+            paused = time.perf_counter() - started  # it may work on a long step before it answers again
             if request.hold and not on:
                 await self._let_go()
         except InstepError as error:
@@ -205,7 +206,7 @@ class Member(Known):
             told = vars(error).get("next_step")  # a class's own may not hold any more
             raise SyncError(str(error.args[0]), tensor=error.tensor, next_step=told) from error
         self.under_way = False
-        return EngineReceipt.of(self.name, time.perf_counter() - started, receipts)
+        return EngineReceipt.of(self.name, paused, receipts)
 
     async def _commit(
         self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy
-from instep.engine.fused_commit import step_by_step
+from instep.engine.fused_commit import FusedCommit, goes_on, step_by_step
 from instep.engine.serving import Serving
 from instep.errors import EngineLost, EngineTimeout
 from instep.generation.background import Background
@@ -79,8 +79,30 @@ class Follower:
         await self._aside(lambda serving: self._refuse(serving, reason))
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
-        """All of a commit, for a trainer in another process. Step by step: turns are told the version before they go on."""
+        """See `fused_commit.FusedCommit`. Where the engine can do that itself, the push does not wait
+        for its first step with the new weights. A drain comes before the pause: step by step then."""
+        engine = self._started().weights
+        if self.inflight_updates and isinstance(engine, FusedCommit):
+            answers = await self._aside(lambda _: self._commit_at_once(engine, payload, caches, version))
+            if answers is not None:
+                return answers
         return await step_by_step(self, payload, caches, version)
+
+    async def _commit_at_once(self, engine: FusedCommit, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
+        """Goes on to its end where it is cancelled: the engine does too."""
+
+        async def commit() -> list[bytes] | None:
+            gate.close("commit")  # no turn begins with the old label once the engine has the new weights
+            try:
+                answers = await engine.commit_at_once(payload, caches, version)
+                if answers is not None and goes_on(answers):
+                    self._work.serves(version)
+                return answers
+            finally:
+                gate.open("commit")
+
+        gate = self._client.gate
+        return await asyncio.shield(commit())
 
     # Open Instruct's names: tensors wait in the workers, and the last one commits them all. The workers need the extension
     # `instep.dropin.open_instruct.WorkerWrap`, whose errors these raise or return

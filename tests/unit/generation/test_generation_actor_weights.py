@@ -14,6 +14,9 @@ from helpers.rollouts import Say
 from helpers.serving import SOON, FakeServing, Fleet, wait, weights
 
 from instep import WeightSync
+from instep.engine import CachePolicy
+from instep.engine.fused_commit import step_by_step
+from instep.engine.memory import MemoryEngine
 from instep.errors import ApplyError, GenerationError, SyncError
 from instep.generation import TaggedParser
 from instep.generation.work import ATTEMPTS
@@ -44,6 +47,46 @@ def test_a_push_in_flight_labels_the_tokens_before_and_after_it(fleet: Fleet) ->
         assert spans(actor.submit(fleet.ask("new")).result(SOON)) == [("v2", 0, 6)]
         assert [asked[3] for asked in serving.asked] == ["v1"] * 3 + ["v2"]
         assert sync.status()[0].version == actor.status().version == "v2"
+
+
+class Fused(MemoryEngine):
+    """Commits in one call, and goes on before it says so."""
+
+    def __init__(self) -> None:
+        super().__init__(weights())
+        self.at_work, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
+        answers = await step_by_step(self, payload, caches, version)
+        self.at_work.set()
+        await asyncio.to_thread(self.go.wait)
+        return answers
+
+
+@pytest.mark.parametrize("inflight_updates", [True, False])
+def test_an_engine_commits_in_one_call_and_no_turn_begins_with_the_old_label(fleet: Fleet, inflight_updates: bool) -> None:
+    serving = FakeServing("abc")
+    serving.weights = engine = Fused()
+    actor = fleet.actor(serving, inflight_updates=inflight_updates)
+    with WeightSync(weights(2), [actor]) as sync:
+        sync.push("v1")
+        assert engine.at_work.is_set() == inflight_updates  # a drain comes before a pause
+        engine.at_work.clear()
+        engine.go.clear()
+        pushing = threading.Thread(target=sync.push, args=("v2",))
+        pushing.start()
+        if inflight_updates:
+            assert engine.at_work.wait(SOON)
+            future = actor.submit(fleet.ask("meanwhile"))
+            wait(lambda: actor.status().prompts == 1)
+            assert actor.status().closed == ["commit"]
+            assert serving.asked == []
+            engine.go.set()
+            assert future.result(SOON)
+            assert [asked[3] for asked in serving.asked] == ["v2"]
+        pushing.join(SOON)
+        assert (pushing.is_alive(), actor.status().version, actor.status().closed) == (False, "v2", [])
 
 
 def test_a_drained_push_waits_for_turns_and_holds_back_the_next(fleet: Fleet) -> None:
