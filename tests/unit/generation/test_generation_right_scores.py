@@ -1,6 +1,6 @@
 """Whether a verifier says of an answer what a person would: the answers stand in `right_scores.tsv`.
 
-There `⏎` is the end of a line, and columns are parted by tabs: the verifier, the right score, the label, the answer.
+There `⏎` is the end of a line, `␍` a carriage return before it, and columns are parted by tabs: the verifier, the right score, the label, the answer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ VERIFIERS = {"numeric": Numeric(), "maths": Maths(), "exact": ExactMatch(), "ins
 def rows() -> list[dict[str, str]]:
     with TABLE.open(newline="") as file:
         table = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return [{key: value.replace("⏎", "\n") for key, value in row.items()} for row in table]
+    return [{key: value.replace("⏎", "\n").replace("␍", "\r") for key, value in row.items()} for row in table]
 
 
 def test_there_are_enough_answers_of_each_verifier() -> None:
     names = [row["verifier"] for row in rows()]
-    assert len(names) >= 200
+    assert len(names) >= 400
     assert all(names.count(name) >= 30 for name in VERIFIERS)
 
 

@@ -151,3 +151,10 @@ def test_numbers_are_equal_exactly_or_within_the_tolerance() -> None:
 def test_a_label_without_a_number_breaks_the_verifier() -> None:
     with pytest.raises(ValueError, match="holds no number"):
         score(Numeric(), "1", "one")
+
+
+@pytest.mark.parametrize("verifier", [ExactMatch(), WordOverlap()])
+def test_letters_that_stand_for_eighteen_do_not_make_a_long_answer_longer_than_it_may_be(verifier: Any) -> None:
+    text = "\ufdfa" * 1_000_000
+    assert score(verifier, f"<answer>{text}</answer>", "five") == 0.0
+    assert score(verifier, f"<answer>{text[:1000]}</answer>", text[:1000]) == 1.0

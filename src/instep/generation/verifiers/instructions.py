@@ -40,7 +40,7 @@ class Instructions:
 
 def said(text: str) -> str:
     """What an answer says to its reader."""
-    text = text.rpartition("</think>")[2].strip()
+    text = text.replace("\r\n", "\n").rpartition("</think>")[2].strip()
     if text.startswith("<answer>") and text.endswith("</answer>"):
         text = text.removeprefix("<answer>").removesuffix("</answer>")
     return text.strip()

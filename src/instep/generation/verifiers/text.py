@@ -23,8 +23,10 @@ ARTICLES = ("a", "an", "the")
 QUOTES = dict.fromkeys(map(ord, "\u2018\u2019\u201b`\u00b4"), "'") | dict.fromkeys(map(ord, "\u201c\u201d\u201e\u00ab\u00bb"), '"')
 MARKS, JOINER = 30, "\u034f"
 """How many combining marks may follow one another, and what parts more: Unicode's Stream-Safe Text Format (UAX #15)."""
-DROPPED = set(".,;:!?\"'()[]{}*_\u2026$")
-"""Marks that say nothing, unless they stand between digits or before one."""
+SAYING_NOTHING = re.compile(r"[.,;:!?\"'()\[\]{}*_\u2026$\u3001\u3002\u300a-\u300f-]")
+"""Marks that say nothing, unless they stand between digits, before one, or as a sign."""
+MOST = 50_000
+"""Characters of an answer that words are compared of. Unicode has letters that stand for eighteen."""
 BETWEEN = re.compile(r"</think>\s*+<answer>")
 
 
@@ -80,7 +82,8 @@ class ExactMatch:
     """Whether the final answer is one of the label's texts, apart from case, articles, quotes and punctuation that says nothing.
 
     The final answer is what stands in the last `<answer>` or `\\boxed{}`, else the whole text, or what follows the last `the answer is`.
-    Signs and points of numbers count, as do `+`, `#` and the like. An empty answer matches nothing.
+    Signs and points of numbers count, as do `+`, `#` and the like. An empty answer matches nothing, nor does one of more than 50,000
+    characters that is more than twice as long as each of the label's.
     """
 
     async def __call__(self, answer: Answer, value: str | Sequence[str]) -> float:
@@ -90,16 +93,20 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class WordOverlap:
-    """The F1 score of the words that the final answer shares with the label, as SQuAD's; the best of several labels."""
+    """The F1 score of the words that the final answer shares with the label, as SQuAD's; the best of several labels.
+
+    Of a longer answer the first 50,000 characters count.
+    """
 
     async def __call__(self, answer: Answer, value: str | Sequence[str]) -> float:
         accepted = [value] if isinstance(value, str) else list(value)
-        return await reading(_overlap, final(answer.text), accepted)
+        return await reading(_overlap, final(answer.text)[:MOST], accepted)
 
 
 def _matches(text: str, accepted: Sequence[str]) -> bool:
     shown = [final(text)] if marked(text) is not None else [text, announced(text) or ""]
-    answers = {plain_words(one) for one in shown} - {""}
+    longest = max(MOST, *(2 * len(one) for one in accepted))
+    answers = {plain_words(one) for one in shown if len(one) <= longest} - {""}
     return not answers.isdisjoint(plain_words(one) for one in accepted)
 
 
@@ -117,19 +124,19 @@ def plain_words(text: str) -> str:
     """A text for comparison. Never empty, unless the text is."""
     text = unicodedata.normalize("NFKC", _parted(text.translate(QUOTES))).casefold().replace("\u2212", "-")
     text = unicodedata.normalize("NFC", _parted(WRAPPED.sub(r"\1", text).replace("\\(", "").replace("\\)", "")))
-    kept = []
-    for at, letter in enumerate(text):
-        before, after = text[at - 1 : at], text[at + 1 : at + 2]
-        if letter in DROPPED:
-            if after.isdigit() and letter in ".,:" and (before.isdigit() or letter == "."):
-                kept.append(letter)  # 3.14, 1,000, 3:45, .5
-        elif letter == "-" and before.isalpha() and after.isalpha():
-            kept.append(" ")
-        else:
-            kept.append(letter)
-    words = "".join(kept).split()
+    words = SAYING_NOTHING.sub(_kept, text).split()
     said = [word for word in words if word not in ARTICLES] or words
     return " ".join(said) or " ".join(text.split())
+
+
+def _kept(found: re.Match[str]) -> str:
+    """What stays of a mark that says nothing in most places."""
+    letter, text, at = found[0], found.string, found.start()
+    before, after = text[at - 1 : at], text[at + 1 : at + 2]
+    if letter == "-":
+        return " " if before.isalpha() and after.isalpha() else letter
+    # 3.14, 1,000, 3:45, .5
+    return letter if after.isdigit() and letter in ".,:" and (before.isdigit() or letter == ".") else ""
 
 
 def _parted(text: str) -> str:
