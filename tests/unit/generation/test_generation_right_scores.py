@@ -1,6 +1,7 @@
 """Whether a verifier says of an answer what a person would: the answers stand in `right_scores.tsv`.
 
-There `⏎` is the end of a line, `␍` a carriage return before it, and columns are parted by tabs: the verifier, the right score, the label, the answer.
+There `⏎` is the end of a line, and `␍` a carriage return before it. Columns are parted by tabs:
+the verifier, the right score, the label, the answer.
 """
 
 from __future__ import annotations
