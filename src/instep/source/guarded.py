@@ -47,7 +47,8 @@ class Guarded:
             return self.source.stamp()
 
     def look(self) -> Look:
-        look = getattr(self.source, "look", None)
+        with self._calling("look"):
+            look = own(self.source, "look")
         if look is None:
             return Look(self.metadata(), self.stamp())
         with self._calling("look"):

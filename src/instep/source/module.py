@@ -16,6 +16,7 @@ from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta, dtype_name
 from instep.source import Look
 from instep.source.bare import unwrap
+from instep.source.listed import Listed
 from instep.source.names import canonical_names
 from instep.source.snapshot import Snapshot, Values, read, take
 from instep.source.tensors import check, checksums, identity, versions
@@ -39,9 +40,21 @@ class MappingSource:
         self._mapping = mapping
         self._read: list[TensorMeta] = []
         self._given: dict[str, str] = {}  # the mapping's own names
+        self._listed: Listed | None = None  # of which `_read` was made
         self.metadata()
 
     def metadata(self) -> list[TensorMeta]:
+        """The same list for as long as a dict has the same tensors in the same places."""
+        if not self.stays:
+            return self._described()
+        listed = self._listed
+        if listed is None or not listed.holds(self._mapping):
+            self._listed = None  # also where the new tensors are refused
+            self._described()
+            self._listed = Listed(self._mapping)
+        return self._read
+
+    def _described(self) -> list[TensorMeta]:
         first: dict[Hashable, str] = {}
         metas = []
         for name, tensor in self._items():
@@ -71,10 +84,13 @@ class MappingSource:
 
     def stamp(self) -> Hashable:
         """Of values that may be made on access it knows nothing."""
-        if not self.stays:
-            return tuple(self._mapping)
-        tensors = dict(self._items())
-        return tuple(tensors), tuple(map(identity, tensors.values())), versions(tensors.values())
+        return self.look().stamp if self.stays else tuple(self._mapping)
+
+    def look(self) -> Look:
+        metas = self.metadata()
+        if not self.stays or self._listed is None:
+            return Look(metas, self.stamp())
+        return Look(metas, (self._listed.facts, versions(self._mapping.values())), self._listed.structure)
 
     def score(self, token_ids: list[int]) -> list[float] | None:  # noqa: ARG002
         return None

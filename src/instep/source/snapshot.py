@@ -43,8 +43,14 @@ class Snapshot:
 
     @cached_property
     def makes(self) -> bool:
-        """Whether some tensors are not in the module's memory as they are saved."""
-        return not all(map(self.is_one, self.groups))
+        """Whether some tensors are not in the module's memory as they are saved, as itself or as a view."""
+        return not all(map(self._stays, self.groups))
+
+    def _stays(self, group: Group) -> bool:
+        """Whether a group's tensors are in live memory: views of what is not contiguous are views of a copy."""
+        parts, saved = group
+        in_order = all(one.whole for one in saved) or all(self.state[name].is_contiguous() for name in parts)
+        return in_order and not self.is_made(group)
 
     def is_one(self, group: Group) -> bool:
         """Whether a group is one live tensor as it is."""

@@ -164,14 +164,16 @@ class First:
             return
         self.place, last, self.tables = None, self.tables, []
         held: list[tuple[TensorMeta, torch.Tensor]] = []
+        in_place = True  # copies that were made to be read are stale in the next version
         for meta, value in described(self.own, values.read()):
             held.append((meta, as_words(value.to(getattr(torch, meta.dtype)))))
+            in_place &= held[-1][1].data_ptr() == value.data_ptr()
             if not values.stays or sum(words.nbytes for _, words in held) > HELD:
                 self._launch(held, last)
                 held = []
         if held:
             self._launch(held, last)
-        self.place = values.place
+        self.place = values.place if in_place else None
 
     def told(self) -> torch.Tensor:
         """The sums without seeds. It does not wait."""

@@ -18,6 +18,7 @@ from instep import MemoryEngine, WeightSync
 from instep.engine.memory_host import MemoryHost
 from instep.errors import DigestMismatch, InstepError, SourceError, SyncError
 from instep.plan.buckets import ALIGN
+from instep.receiver.adapter import register
 from instep.transport import bucket_digests
 from instep.transport.broadcast import publish as broadcast
 from instep.transport.broadcast import read as broadcast_reader
@@ -54,6 +55,17 @@ def test_engines_follow_through_layers_written_directly_and_reloaded_ones(tp: in
         rooms = [room for worker in workers for room in broadcast_reader.JOINED[worker][1].rooms]
         assert len(rooms) == 2 * len(workers)
         assert {len(room) for room in rooms} == {broadcast.WAYS["nccl"].bucket}
+
+
+def test_tensors_of_a_module_that_are_no_whole_words_are_read_anew_for_each_version() -> None:
+    module, weights, engine = torch.nn.Module(), checkpoint(1), MemoryEngine(checkpoint(0))
+    for name, tensor in weights.items():
+        register(module, name, torch.nn.Parameter(tensor, requires_grad=False))
+    with WeightSync(module, [engine], transport="nccl") as sync:
+        for version in "abcd":
+            step(weights)
+            sync.push(version)
+            assert same(engine, weights)
 
 
 def test_what_is_not_finite_is_named() -> None:
