@@ -40,7 +40,11 @@ class Number(NamedTuple):
 
 def number(text: str) -> Number | None:
     """The number that an answer is, with a unit or without. None where it is none, or more than a number."""
-    text = plain(text)
+    return whole(plain(text))
+
+
+def whole(text: str) -> Number | None:
+    """`number` of a text that is `plain` already."""
     text = text.rpartition("=")[2].strip() if "=" in text and "\\" not in text.rpartition("=")[2] else text
     while text.startswith("(") and text.endswith(")"):
         text = text[1:-1].strip()
@@ -74,13 +78,13 @@ def plain(text: str) -> str:
 
 
 def last(text: str) -> Number | None:
-    """The last number of a text; digits of a power, as in `cm^2`, are none."""
-    return _pick(plain(text), -1)
+    """The last number of a text that is `plain`; digits of a power, as in `cm^2`, are none."""
+    return _pick(text, -1)
 
 
 def first(text: str) -> Number | None:
-    """The first number of a text."""
-    return _pick(plain(text), 0)
+    """The first number of a text that is `plain`."""
+    return _pick(text, 0)
 
 
 def _pick(text: str, which: int) -> Number | None:

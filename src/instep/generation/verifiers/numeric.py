@@ -51,7 +51,7 @@ class Numeric:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text: `1,234.5`, `-3/4`, `6e-3`."""
-    found = number.last(text)
+    found = number.last(number.plain(text))
     return None if found is None else found.value
 
 
@@ -66,13 +66,14 @@ def read(text: str) -> Number | str | None:
     part = (announced(text) or "")[:LONGEST]
     if part:
         line = part.split("\n", 1)[0]
-        return number.number(line) or (line if _is_maths(line) else number.first(part))
+        return number.number(line) or (line if _is_maths(line) else number.first(number.plain(part)))
     text = text[-LONGEST:]
-    whole = number.number(text)
+    plain = number.plain(text)
+    whole = number.whole(plain)
     if whole is not None:
         return whole
-    words = _with_digits(number.plain(text))
-    return text if words and _is_maths(words[-1]) else number.last(text)
+    words = _with_digits(plain)
+    return text if words and _is_maths(words[-1]) else number.last(plain)
 
 
 def _only(text: str) -> Number | None:
@@ -80,13 +81,13 @@ def _only(text: str) -> Number | None:
     plain = number.plain(text)
     if _is_maths(plain) or not all(map(number.number, _with_digits(plain))):  # as `5x` is none
         return None
-    one = number.first(text)
-    return one if one == number.last(text) else None
+    one = number.first(plain)
+    return one if one == number.last(plain) else None
 
 
 def _with_digits(text: str) -> list[str]:
     """The words of a text that have a digit."""
-    return [word for word in text.split() if any(letter.isdigit() for letter in word)]
+    return [word for word in text.split() if not word.isalpha() and any(map(str.isdigit, word))]
 
 
 def _is_maths(text: str) -> bool:
