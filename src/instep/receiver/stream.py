@@ -4,7 +4,8 @@ the way, before the next but one takes its place. What other layers need is put 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -39,6 +40,16 @@ def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
         )
 
 
+def by_bucket(runs: Iterable[Run], size: int) -> Mapping[int, list[Run]]:
+    """The runs that may reach into each bucket of `size` bytes, in their order: each is cut for few buckets of many."""
+    found: dict[int, list[Run]] = defaultdict(list)
+    for run in runs:
+        end = run.source + 8 * ((run.rows - 1) * run.source_stride + run.row_words)
+        for index in range(run.source // size, -(-end // size)):
+            found[index].append(run)
+    return found
+
+
 class Scatter:
     """The copies of one plan out of buckets that stay where they are.
 
@@ -69,13 +80,14 @@ class Scatter:
         self.slots = {name: slot for slot, name in enumerate(sorted(self.aside), self.moves.slots)}
         asked = [*(watched.asked if watched else ()), *self.moves.asked]
         self.reads = cuda_compare.Reads(asked, copies.every, self.metas, places)
-        self.tables = [self._tables(index, bucket) for index, bucket in enumerate(buckets)]
+        moved, read = by_bucket(self.moves.runs, self.bucket), by_bucket(chain.from_iterable(self.reads.runs), self.bucket)
+        self.tables = [self._tables(index, bucket, moved[index], read[index]) for index, bucket in enumerate(buckets)]
 
-    def _tables(self, index: int, bucket: torch.Tensor) -> list[Table]:
+    def _tables(self, index: int, bucket: torch.Tensor, moves: Sequence[Run], reads: Sequence[Run]) -> list[Table]:
         low, base, first = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
-        moved = [part for run in self.moves.runs for part in cut_run(run, low, low + len(bucket), base)]
+        moved = [part for run in moves for part in cut_run(run, low, low + len(bucket), base)]
         read = [in_one(base + p.at, p.meta, self.slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
-        for run in chain.from_iterable(self.reads.runs):
+        for run in reads:
             read += [replace(part, slot=first + run.slot) for part in cut_run(run, low, low + len(bucket), base)]
         slots = first + len(self.reads.regions)
         return [Table(some, slots, bucket.device, copy=copy) for some, copy in ((moved, True), (read, False)) if some]
