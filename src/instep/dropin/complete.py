@@ -32,7 +32,7 @@ def lacking(plans: Iterable[WorkerPlan]) -> dict[str, int]:
 
 def unread(names: Iterable[str], plans: Sequence[WorkerPlan]) -> list[str]:
     """Tensors that no worker's loader has taken anything from."""
-    read = {route.tensor for plan in plans for route in plan.routes}
+    read = {route.tensor for plan in plans for route in plan.routes}.union(*(plan.computed for plan in plans))
     return [name for name in names if name not in read]
 
 

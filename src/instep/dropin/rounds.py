@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -52,7 +53,9 @@ class Rounds:
         self.told = 0  # how many names had come when the trainer heard of an error
         self.says = True  # the trainer says where the round ends
         self.whole = False  # all weights have come, but the next name may show that some of them came alone
-        self.arrived = self.look_at = 0
+        self.doubtful: list[str] = []  # before any order is known: names that came alone, or began what followed
+        self.unseen = False  # before any order is known: a loader computes weights, and its end cannot be seen
+        self.arrived = self.look_at = 0.0
         self.names: list[str] = []
         self.peers.forget(self.number)
 
@@ -94,7 +97,8 @@ class Rounds:
 
         To be called before the engine begins with new requests. What goes wrong is logged, and the engine serves what it served.
         """
-        if not self.says and self.fault is None and (self.whole or (self._alone() and not self.order.goes_on(self.names))):
+        over = self.whole or (self._alone() and not self.order.goes_on(self.names))
+        if over and not (self.says or self.fault or self.doubtful):
             with suppress(InstepError):
                 self.finish()
 
@@ -104,7 +108,9 @@ class Rounds:
         Raises `PlanError` where what came cannot be put with the weights that the engine serves. It is dropped then.
         """
         self.settle()
-        if self.names and not self.says and not self.order.full and self.fault is None:
+        if self.doubtful or self.unseen:
+            self.finish()
+        elif self.names and not self.says and not self.order.full and self.fault is None:
             label = f"round-{self.number} ({listed(self.names)} alone)"
             self._try(lambda: self.together.complete(self.stage, self.first))
             self._commit(label, alone=True)
@@ -162,8 +168,12 @@ class Rounds:
         try:
             return self._commit(version or f"round-{self.number} ({listed(self.names)} alone)", alone=True)
         finally:
-            self.stage, self.names, self.says = stage.only(rest, self.number), rest, False
-            self.arrived = sum(meta.numel for meta in self.stage.metas.values())
+            self._go_on(stage, rest)
+
+    def _go_on(self, stage: Stage, names: list[str]) -> None:
+        """The round that has begun holds these tensors of a stage."""
+        self.stage, self.names, self.says = stage.only(names, self.number), names, False
+        self.arrived = sum(meta.numel for meta in self.stage.metas.values())
 
     def _try(self, action: Callable[[], T]) -> T | None:
         """Where it fails, the round will not be committed, in no worker."""
@@ -187,7 +197,9 @@ class Rounds:
         try:
             if self.order.next(self.names) == name:  # some weights came alone, then an update of all began
                 self._commit_alone(self.order.alone(self.names))
-            elif self.whole or self._alone():
+            elif self.doubtful:
+                return self._left_in_doubt(name)
+            elif self.whole or self.unseen or self._alone():
                 self.finish()
             elif not self.order.full and name in self.names[: (before := self._before_the_first())]:
                 return self._drop_first(before)
@@ -205,11 +217,23 @@ class Rounds:
         """Of a round without an update of all weights before it: the first names came alone, and an update has begun behind them."""
         stage, alone, rest = self.stage, self.names[:count], self.names[count:]
         self.begin()
-        self.stage, self.names, self.says, self.told = stage.only(rest, self.number), rest, False, len(rest) + 1
-        self.arrived = sum(meta.numel for meta in self.stage.metas.values())
+        self._go_on(stage, rest)
+        self.told = len(rest) + 1
         return PlanError(
             f"{listed(alone)} came alone before any update of all weights, and was dropped; the update that began behind it goes on",
             next_step="nothing is lost but what came alone: send it again after this update",
+        )
+
+    def _left_in_doubt(self, name: str) -> PlanError:
+        """Begins a round with a name that shows nothing about those before it."""
+        first, count = listed(self.doubtful), len(self.names)
+        self.begin()
+        self.told = 1
+        return PlanError(
+            f"no update of all weights has come before, and it cannot be told whether {first} came alone "
+            f"or began the update that followed: these {count} tensors are dropped",
+            next_step=f"call finish_update(), which drops {name} too and says so; then send all weights, and call finish_update() after "
+            "the last of them: later updates end by themselves",
         )
 
     def _left_behind(self, name: str, ends: bool) -> PlanError | None:
@@ -217,11 +241,8 @@ class Rounds:
         trainer says when a round ends, and hears then what is missing."""
         count = len(self.names)
         heard = ends or self.told == count or self.fault is not None
-        missing = (
-            None
-            if heard
-            else self._try(lambda: sorted(self.together.last.keys() - set(self.names)) or lacking([self.together.look(self.stage)]))
-        )
+        absent = self.together.last.keys() - set(self.names)
+        missing = None if heard else self._try(lambda: absent or lacking([self.together.look(self.stage)]))
         self.begin()
         if heard:
             logger.warning("%s came a second time: the %d tensors before it are dropped, and it begins another round", name, count)
@@ -251,33 +272,28 @@ class Rounds:
             return self._commit_alone(len(self.names))
         if not self._try(self._complete):
             return None
-        self.whole = self.order.next(self.names) is not None
+        self.whole = bool(self.doubtful) or self.order.next(self.names) is not None
         return None if self.whole else self.finish()
 
     def _complete(self) -> bool:
         """Whether all has come that the engine needs, as its workers see it together. A tensor brings no more elements than it has: so
         the next look is due when as many have come as are missing."""
-        if tuple(self.names) == self.order.full:
+        if self.names and set(self.names) == set(self.order.full):
             return True
         if self.arrived < self.look_at:
             return False
-        plan = self.together.look(self.stage)
-        if plan.reload_only:
-            layer, reason = next(iter(plan.reload_only.items()))
-            raise PlanError(f"it cannot be seen when {layer} has all that it needs ({reason}): call finish_update() after the last tensor")
-        plans = self.together.exchange(self.stage, "look", plan)
+        plans = self.together.exchange(self.stage, "look", self.together.look(self.stage))
         stray = unread(self.names, plans)
-        if len(stray) == len(self.names) and self.order.full and all(map(self._of_no_use, stray)):
+        held, last = self.stage, self.together.last
+        if stray == self.names and self.order.full and all(of_no_use(held.metas[name], held.tensors[name], last) for name in stray):
             self.begin()  # it came after the end of the round before: a tied head at the end of a state dict
             return False
         missing = max(sum(lacking([plan]).values()) for plan in plans)
-        self.look_at = self.arrived + missing
-        if missing == 0 and not self.order.full and (before := before_the_first(self.names, places(plans))):
-            raise PlanError(
-                f"no update of all weights has come before, and this one began with {listed(self.names[:before])} in front of what the "
-                "engine holds first: it cannot be told whether that came alone. Call finish_update() after the last tensor of an update"
-            )
-        return missing == 0
-
-    def _of_no_use(self, name: str) -> bool:
-        return of_no_use(self.stage.metas[name], self.stage.tensors[name], self.together.last)
+        computed = {layer: reason for plan in plans for layer, reason in plan.reload_only.items()}
+        self.look_at = self.arrived + missing if missing or not computed else inf
+        if missing == 0 and not self.order.full:
+            self.doubtful = self.names[: before_the_first(self.names, places(plans))]
+            self.unseen = bool(computed)
+            if computed:
+                logger.warning("this update ends when the next begins, or with finish_update(): the loader computes %s", listed(computed))
+        return missing == 0 and not computed

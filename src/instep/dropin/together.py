@@ -259,10 +259,13 @@ class Together:
         return twin(name, self.stage.metas, self.stage.tensors)
 
     def _proved(self, metas: list[TensorMeta], plans: Sequence[WorkerPlan]) -> Plan:
+        absent = sorted(self.last.keys() - self.stage.metas.keys())
         try:
+            if absent and any(plan.computed for plan in plans):  # no proof tells what such a loader needs
+                raise PlanError("the last update of all weights had it")
             return prove("the engine", metas, plans, cast=self.cast)
         except PlanError as error:
-            missing = sorted(self.last.keys() - self.stage.metas.keys()) or lacking(plans)
+            missing = absent or lacking(plans)
             text = f"the round is incomplete, {listed(missing)} did not come: {error.args[0]}" if missing else error.args[0]
             raise PlanError(text, tensor=error.tensor, next_step="send all tensors of the checkpoint that the engine loads") from error
 

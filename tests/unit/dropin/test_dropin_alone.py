@@ -118,6 +118,63 @@ def test_what_comes_alone_before_any_update_of_all_is_never_mixed_with_one(engin
         assert engine.fingerprint() == MemoryEngine(served, tp=len(engine.hosts)).fingerprint()
 
 
+TURNED = NAMES[-1:] + NAMES[:-1]
+
+
+def turned(seed: int) -> dict[str, torch.Tensor]:
+    """An update that begins with what the engine holds last."""
+    return {name: attention(seed)[name] for name in TURNED}
+
+
+@pytest.mark.parametrize("end", [Rounds.finish, Rounds.settle_alone], ids=["finish_update", "check_weights_changed"])
+def test_an_update_that_begins_with_the_last_weight_ends_when_the_trainer_says_so(engine: MemoryEngine, told: Any, end: Any) -> None:
+    """Once: later ones end by themselves."""
+    for seed in (2, 3, 4):
+        assert told(lambda rounds, seed=seed: heard(rounds, turned(seed))) == [[]] * len(engine.hosts)
+        if seed == 2:
+            told(Rounds.settle)  # a request does not show it
+            assert engine.fingerprint() == MemoryEngine(attention(1), tp=len(engine.hosts)).fingerprint()
+            told(end)
+        assert engine.fingerprint() == MemoryEngine(attention(seed), tp=len(engine.hosts)).fingerprint()
+
+
+@pytest.mark.parametrize("update", [attention, turned], ids=["behind the last weight alone", "that begins with the last weight"])
+@pytest.mark.parametrize("says", [True, False], ids=["the trainer does what the error says", "the trainer goes on"])
+def test_the_error_about_an_update_in_doubt_says_what_heals_it(engine: MemoryEngine, told: Any, update: Any, says: bool) -> None:
+    if update is attention:
+        told(lambda rounds: send(rounds, {NAMES[-1]: attention(2)[NAMES[-1]]}, last=None))
+    else:
+        told(lambda rounds: send(rounds, update(2), last=None))
+
+    def stops(rounds: Rounds) -> str:
+        with pytest.raises(PlanError, match=r"cannot be told whether .*v_proj.weight came alone or began the update that followed") as found:
+            send(rounds, update(3), last=None)
+        assert "call finish_update()" in (found.value.next_step or "")
+        return str(found.value)
+
+    told(stops)
+    assert engine.fingerprint() == MemoryEngine(attention(1), tp=len(engine.hosts)).fingerprint()
+
+    def finish(rounds: Rounds, *, fails: bool) -> None:
+        if not fails:
+            rounds.finish()
+            return
+        with pytest.raises(PlanError, match="the round is incomplete"):
+            rounds.finish()
+
+    for seed in (4, 5, 6) if says else ():
+        if seed == 4:
+            told(lambda rounds: finish(rounds, fails=True))
+        told(lambda rounds, seed=seed: send(rounds, update(seed), last=None))
+        if seed == 4:
+            told(lambda rounds: finish(rounds, fails=False))
+        assert engine.fingerprint() == MemoryEngine(attention(seed), tp=len(engine.hosts)).fingerprint()
+    for seed in () if says else (4, 5, 6):  # nothing of two updates is ever served together
+        found = told(lambda rounds, seed=seed: heard(rounds, update(seed)))
+        assert all(found) == (update is attention or seed > 4)  # an update of which nothing was sent on is begun anew
+        assert engine.fingerprint() == MemoryEngine(attention(1), tp=len(engine.hosts)).fingerprint()
+
+
 def test_an_order_that_was_said_once_is_known(engine: MemoryEngine, told: Any) -> None:
     """An update that begins with what the engine holds last, told by finish_update(): the next ones end by themselves."""
     turned = NAMES[-1:] + NAMES[:-1]
