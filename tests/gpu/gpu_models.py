@@ -19,7 +19,7 @@ MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 """Not measured at the start, which fails where another process frees memory meanwhile."""
 EXTENSION = "instep.vllm.WorkerExtension"
 
-__all__ = ["EXTENSION", "MEMORY", "PROMPTS", "folder", "greedy", "model", "start", "stop_vllm", "visible"]
+__all__ = ["EXTENSION", "MEMORY", "PROMPTS", "folder", "generated", "greedy", "model", "start", "stop_vllm", "visible"]
 
 
 def folder(name: str) -> Path:
@@ -43,3 +43,9 @@ def start(path: Path, devices: str | None = None, **arguments: Any) -> Any:
         from vllm import LLM
 
         return LLM(str(path), **{**settings, **arguments})
+
+
+def generated(llm: Any) -> Any:
+    """What it says to each prompt, with nothing kept in its prefix cache."""
+    llm.reset_prefix_cache()
+    return greedy(llm, PROMPTS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import greedy, model, start, stop_vllm
+from gpu_models import PROMPTS, generated, greedy, model, start, stop_vllm
 from gpus import OTHER, OTHER_DEVICE
 from torch.multiprocessing.reductions import reduce_tensor
 
@@ -20,26 +20,16 @@ from instep.dropin.answers import in_thread
 from instep.dropin.communicator import Communicator, join
 from instep.dropin.handles import rebuild_ipc, share
 from instep.dropin.open_instruct import broadcast_weights_to_vllm, init_process_group
-from instep.dropin.torchrl import VLLMWeightSyncScheme, get_model_metadata
 from instep.dropin.vllm_rlhf import ColocateSender, stateless_init_process_group
 from instep.errors import TransportError
 
-PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    model("tiny", 2, "cuda:0").save_pretrained(path)
-    return path
 
 
 def engine(checkpoint: Path, extension: str) -> Iterator[Any]:
     """On the other GPU, loaded from disk with the weights of seed 2."""
     llm = start(checkpoint, OTHER, load_format="auto", enforce_eager=False, worker_extension_cls=extension)
-    llm.fresh = greedy(llm, PROMPTS)
+    llm.fresh = generated(llm)
     yield llm
     stop_vllm(llm)
 
@@ -52,11 +42,6 @@ def examples(checkpoint: Path) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def wrapped(checkpoint: Path) -> Iterator[Any]:
     yield from engine(checkpoint, "instep.dropin.open_instruct.WorkerWrap")
-
-
-def generated(llm: Any) -> Any:
-    llm.reset_prefix_cache()
-    return greedy(llm, PROMPTS)
 
 
 def free_port() -> int:
@@ -201,29 +186,6 @@ def test_open_instructs_cuda_ipc(wrapped: Any) -> None:
     with pytest.raises(Exception, match="nothing is meant for this worker's device"):
         wrapped.collective_rpc("update_weight_cuda_ipc", args=("model.norm.weight", "bfloat16", [256], {"GPU-other": share(p)}))
     assert generated(wrapped) == wrapped.fresh
-
-
-@pytest.mark.parametrize("transport", ["nccl", "ipc"])
-def test_torchrls_scheme(examples: Any, transport: Any) -> None:
-    """The sequence of TorchRL's page, the model on one GPU and the engine on the other. TorchRL need not be there."""
-    scheme = VLLMWeightSyncScheme(timeout=60.0, transport=transport)
-    sender, receiver = scheme.create_sender(), scheme.create_receiver(examples)
-    sender.register_model(trainer := model("tiny", 1, "cuda:0"))
-    metadata = get_model_metadata(trainer)
-    joining = [
-        in_thread(lambda: sender.init_all_workers_group(metadata, vllm_engine=receiver)),
-        in_thread(lambda: receiver.init_all_workers_group(metadata)),
-    ]
-    for end in joining:
-        end.result(60)
-    assert sender.update_weights().transport == transport
-    assert receiver.poll_and_apply(timeout=0.1)
-    assert generated(examples) != examples.fresh
-    trainer.load_state_dict(model("tiny", 2, "cuda:0").state_dict())
-    sender.update_weights()
-    assert generated(examples) == examples.fresh
-    sender.shutdown()
-    receiver.shutdown()
 
 
 OPEN: dict[str, Callable[[torch.Tensor], Any]] = {"reduce_tensor": reduce_tensor, "share": share}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import PROMPTS, greedy, model, start, stop_vllm
+from gpu_models import generated, model, start, stop_vllm
 from gpus import OTHER
 
 from instep.dropin.answers import in_thread
@@ -35,20 +35,15 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[Any]:
     """On the other GPU, loaded from disk with the weights of seed 2."""
-    llm = start(checkpoint, OTHER, load_format="auto")
-    llm.fresh = greedy(llm, PROMPTS)
+    llm = start(checkpoint, OTHER, load_format="auto", enforce_eager=False)
+    llm.fresh = generated(llm)
     yield llm
     stop_vllm(llm)
 
 
-def generated(llm: Any) -> Any:
-    llm.reset_prefix_cache()
-    return greedy(llm, PROMPTS)
-
-
-def meet(sender: VLLMWeightSender, receiver: VLLMWeightReceiver, metadata: Any) -> None:
+def meet(sender: VLLMWeightSender, receiver: VLLMWeightReceiver, metadata: Any, **engine: Any) -> None:
     for end in [
-        in_thread(lambda: sender.init_all_workers_group(metadata)),
+        in_thread(lambda: sender.init_all_workers_group(metadata, **engine)),
         in_thread(lambda: receiver.init_all_workers_group(metadata)),
     ]:
         end.result(120)
@@ -100,6 +95,24 @@ def test_sizes_and_devices_are_compared_with_what_is_there(llm: Any) -> None:
         with pytest.raises(ConfigError, match=words):
             VLLMWeightSyncScheme(**wrong).create_sender().init_all_workers_group(metadata, vllm_engine=llm)
     assert generated(llm) == llm.fresh
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_the_pages_own_sequence(llm: Any, transport: Any) -> None:
+    """The sequence of TorchRL's page with the engine given to the sender."""
+    scheme = VLLMWeightSyncScheme(timeout=60.0, transport=transport)
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(llm)
+    sender.register_model(trainer := model("tiny", 1, "cuda:0"))
+    metadata = get_model_metadata(trainer)
+    meet(sender, receiver, metadata, vllm_engine=receiver)
+    assert sender.update_weights().transport == transport
+    assert receiver.poll_and_apply(timeout=0.1)
+    assert generated(llm) != llm.fresh
+    trainer.load_state_dict(model("tiny", 2, "cuda:0").state_dict())
+    sender.update_weights()
+    assert generated(llm) == llm.fresh
+    sender.shutdown()
+    receiver.shutdown()
 
 
 def test_the_double_buffer(llm: Any, tmp_path: Path) -> None:

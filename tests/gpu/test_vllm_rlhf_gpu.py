@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_models import greedy, model, start, stop_vllm
+from gpu_models import generated, model, start, stop_vllm
 from gpus import OTHER, OTHER_DEVICE
 from torch.multiprocessing.reductions import reduce_tensor
 
 from instep.dropin.answers import in_thread
 from instep.dropin.vllm_rlhf import Communicator, stateless_init_process_group
 from instep.errors import TransportError
-
-PROMPTS = [[1, 2, 3, 4, 5], list(range(7, 60)), [9, 8, 7]]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
 
@@ -27,14 +25,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 def llm(checkpoint: Path) -> Iterator[Any]:
     """On the other GPU, loaded from disk with the weights of seed 2."""
     made = start(checkpoint, OTHER, load_format="auto", worker_extension_cls="gpu_extensions.BothExamples")
-    made.fresh = greedy(made, PROMPTS)
+    made.fresh = generated(made)
     yield made
     stop_vllm(made)
-
-
-def generated(llm: Any) -> Any:
-    llm.reset_prefix_cache()
-    return greedy(llm, PROMPTS)
 
 
 def joined(llm: Any, timeout: float) -> Communicator:

@@ -12,16 +12,19 @@ from instep.dropin.handles import SEGMENT
 from instep.transport.shm.segment import Segment
 
 ALIGN = 256
-REQ = 3  # zmq.REQ
+REQ, RCVTIMEO, SNDTIMEO = 3, 27, 28  # zmq's
 
 
 class TrainingActor:
-    """device: what the worker on the same GPU reports; for a CPU it has to be told. stop_after: buckets, after which it is silent."""
+    """device: what the worker on the same GPU reports; for a CPU it has to be told. stop_after: buckets, after which it is silent.
 
-    def __init__(self, device: str, folder: str, stop_after: int | None = None) -> None:
+    deadline: milliseconds for each of its socket's calls, as our documentation asks for; None, as in the example, for ever.
+    """
+
+    def __init__(self, device: str, folder: str, stop_after: int | None = None, deadline: int | None = None) -> None:
         import zmq
 
-        self.device_uuid, self.folder, self.stop_after = device, folder, stop_after
+        self.device_uuid, self.folder, self.stop_after, self.deadline = device, folder, stop_after, deadline
         self.zmq_context = zmq.Context()
         self.counter = 0
         self.weights: list[tuple[str, torch.Tensor]] = []
@@ -41,6 +44,9 @@ class TrainingActor:
         segment = Segment(2 * max(_padded(p) for _, p in self.weights))
         buffer = torch.from_numpy(segment.view)
         s: Any = self.zmq_context.socket(REQ)
+        if self.deadline is not None:
+            s.setsockopt(RCVTIMEO, self.deadline)
+            s.setsockopt(SNDTIMEO, self.deadline)
         s.bind(self.zmq_handle)
         try:
             s.send_pyobj((SEGMENT, (segment.name, segment.size)))

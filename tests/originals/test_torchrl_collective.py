@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,22 +16,27 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'instep[v
 pytest.importorskip("torchrl", reason="TorchRL is not installed: pip install 'instep[torchrl]'")
 
 from models import tiny  # noqa: E402
+from ray.util.queue import Queue  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from torchrl.collectors import Collector  # noqa: E402
 from torchrl.collectors.llm import LLMCollector  # noqa: E402
-from torchrl.envs.llm import ChatEnv  # noqa: E402
-from torchrl.modules.llm import TransformersWrapper, vLLMWrapper  # noqa: E402
-from torchrl.testing.llm_mocks import DummyStrDataLoader  # noqa: E402
+from torchrl.collectors.llm.utils import _QueueAsRB  # noqa: E402
+from torchrl.modules.llm import vLLMWrapper  # noqa: E402
 from torchrl_pages import (  # noqa: E402
+    GENERATE,
     STARTED,
+    Page,
     Receiver,
     cluster,
+    conversations,
     get,
     in_a_process,
+    joined,
     model_folder,
-    remote,
+    on_ray,
     said,
-    torchrls_actors,
+    train,
+    trained,
 )
 
 from instep.dropin.torchrl import (  # noqa: E402
@@ -53,30 +58,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:state_dict strategy is experimental"),
 ]
 
-GENERATE: dict[str, Any] = {"input_mode": "history", "generate_kwargs": {"max_tokens": 4}, "chat_template_name": "chatml_format"}
 POOL = ThreadPoolExecutor(2)
-
-
-class Page:
-    """TorchRL's receiver and trainer, each an actor, and the engine that the receiver has started."""
-
-    def __init__(self, folder: str) -> None:
-        actors = torchrls_actors()
-        self.folder = folder
-        self.config = {
-            "master_address": "localhost",
-            "master_port": free_port(),
-            "gpus_per_replica": 1,
-            "num_replicas": 2,
-            "strategy": "state_dict",
-        }
-        self.receiver = remote(actors.WorkerVLLMNCCL, self.config, folder, "Trainer", max_concurrency=4)
-        assert get(self.receiver.setup.remote(), STARTED) == "setup_complete"
-        self.trainer = remote(actors.WorkerTransformerNCCL, self.config, folder, name="Trainer", max_concurrency=4)
-        self.engine = get(self.receiver.get_engine.remote())
-        self.first = said(self.engine)
-        self.second: Any = None
-        self.said: list[Any] = []
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +207,7 @@ class TestCollectors:
     def test_a_collector_with_the_scheme(self, page: Page) -> None:
         scheme = VLLMWeightSyncScheme(num_replicas=2)
         collector = Collector(
-            conversations(page), vLLMWrapper(page.engine, **GENERATE, tokenizer=page.folder), frames_per_batch=2, total_frames=100,
+            conversations(), vLLMWrapper(page.engine, **GENERATE, tokenizer=page.folder), frames_per_batch=2, total_frames=100,
             weight_sync_schemes={"policy": scheme}, track_policy_version=True, trust_policy=True,
         )  # fmt: skip
         batches = iter(collector)
@@ -240,7 +222,7 @@ class TestCollectors:
 
     def test_the_collector_of_language_models(self, page: Page) -> None:
         collector = LLMCollector(
-            conversations(page), policy=vLLMWrapper(page.engine, **GENERATE, tokenizer=page.folder), dialog_turns_per_batch=2,
+            conversations(), policy=vLLMWrapper(page.engine, **GENERATE, tokenizer=page.folder), dialog_turns_per_batch=2,
             total_dialog_turns=100, track_policy_version=True,
         )  # fmt: skip
         batches = iter(collector)
@@ -260,27 +242,56 @@ class TestCollectors:
         collector.shutdown()
 
 
-def trained(page: Page, seed: int) -> Any:
-    """The trainer's policy, as recipes have it."""
-    return TransformersWrapper(
-        tiny("llama", seed), tokenizer=page.folder, input_mode="history", generate=False, return_log_probs=True, pad_output=False
-    )
+class TestCollectorsOnRay:
+    def test_the_asynchronous_recipe_in_a_task(self, page: Page) -> None:
+        buffer = _QueueAsRB(Queue(8, actor_options={"num_cpus": 0}))  # TorchRL's buffer on Ray cannot be sent to an actor
+        collectors = [on_ray(page, replay_buffer=buffer, weight_updater=None) for _ in range(2)]
+        get([one._collector.is_initialized.remote() for one in collectors])
+        away = ray.remote(num_cpus=0)(train).remote(page, collectors, buffer)
+        first, second, versions = get(away, STARTED)
+        assert first[0][0] == first[0][1] != page.first[0]
+        assert (first[1], second) == ([0, 0], (page.first, [1, 1]))
+        assert versions == {0, 1}
 
+    @pytest.mark.parametrize("given", ["at once", "as a constructor", "later"])
+    def test_an_updater(self, page: Page, given: str) -> None:
+        """`update_policy_weights_` counts a version once for TorchRL's collector, and once for its updater."""
+        whole = vLLMUpdaterV2(page.engine)
+        updaters = {"at once": whole, "as a constructor": partial(vLLMUpdaterV2, page.engine), "later": None}
+        collector = on_ray(page, weight_updater=updaters[given], sync_iter=True)
+        if given == "later":
+            collector.weight_updater = whole
+        collector.init_updater(vLLMUpdaterV2.get_model_metadata(tiny("llama", 1)))
+        for seed, count in ((2, 2), (1, 4)):
+            weights = tiny("llama", seed).state_dict()
+            collector.update_policy_weights_(weights if seed == 2 else trained(page, seed))
+            assert (said(page.engine) == page.first, collector.policy_version) == (seed == 1, count)
+        batches = iter(collector)
+        next(batches)
+        assert next(batches)["policy_version"].flatten().tolist() == [4, 4]
+        for arguments, why in (({"worker_ids": [0]}, "worker_ids"), ({}, "no weights to send")):
+            weights = {} if why == "no weights to send" else {"policy_or_weights": tiny("llama", 2).state_dict()}
+            with pytest.raises(ConfigError, match=why):
+                collector.update_policy_weights_(**weights, **arguments)
+        with pytest.raises(PlanError, match="were not announced"):
+            collector.update_policy_weights_({"model.norm.weight": torch.ones(64)})
+        assert said(page.engine) == page.first
+        collector.shutdown()
 
-def joined(engine: Any, training: Any) -> VLLMWeightSender:
-    """`make_weight_sync_scheme` of the recipes, and what follows it."""
-    scheme = VLLMWeightSyncScheme(
-        master_address=engine.get_master_address(),
-        master_port=engine.get_master_port(),
-        gpus_per_replica=engine.get_tp_size(),
-        num_replicas=getattr(engine, "num_replicas", 1),
-        strategy="state_dict",
-    )
-    sender = scheme.create_sender()
-    sender.register_model(training.model)
-    sender.init_all_workers_group(get_model_metadata(training.model), vllm_engine=engine)
-    return sender
+    def test_a_collector_that_has_died_does_not_keep_an_update_back(self, page: Page) -> None:
+        collector = on_ray(page)
+        get(collector._collector.is_initialized.remote())
+        sender = joined(page.engine, training := trained(page, 2))
+        sender.register_collector(collector)
+        ray.kill(collector._collector)
+        sender.update_weights()
+        assert said(page.engine) != page.first
+        training.model.load_state_dict(tiny("llama", 1).state_dict())
+        sender.update_weights()
+        assert said(page.engine) == page.first
+        sender.shutdown()
 
-
-def conversations(page: Page) -> Any:
-    return ChatEnv.from_dataloader(dataloader=DummyStrDataLoader(2), batch_size=2, group_repeats=True, input_mode="history")
+    def test_schemes_are_given_to_a_sender_and_not_to_the_collector(self, page: Page) -> None:
+        """TorchRL's own: its class on Ray has no such argument."""
+        with pytest.raises(TypeError, match="weight_sync_schemes"):
+            on_ray(page, weight_sync_schemes={"policy": VLLMWeightSyncScheme()})

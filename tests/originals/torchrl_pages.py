@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -19,10 +20,13 @@ from helpers.ray_fleet import environment
 from models import save, tiny
 
 from instep.bench.subjects import stop_vllm
+from instep.dropin.torchrl import VLLMWeightSender, VLLMWeightSyncScheme, get_model_metadata
+from instep.dropin.torchrl.collective import free_port
 
 SOON = 120.0
 STARTED = 400.0  # seconds until engines answer
 WORDS, END = 148, 148
+GENERATE: dict[str, Any] = {"input_mode": "history", "generate_kwargs": {"max_tokens": 4}, "chat_template_name": "chatml_format"}
 PROMPT = {"prompt_token_ids": [1, 2, 3, 4, 5]}
 CHANGED = {
     "torchrl.modules.llm.backends import": "instep.dropin.torchrl import",
@@ -127,8 +131,6 @@ class InnerCollector:
 def worker(orders: Connection, pipe: Connection, folder: str, arguments: dict[str, Any], metadata: Any) -> None:
     """A process with a `vllm.LLM` and its receiver, as the page has them before TorchRL 0.11. It is
     told what to do by `orders`."""
-    from instep.dropin.torchrl import VLLMWeightSyncScheme
-
     os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     inner = InnerCollector(folder)
     receiver = VLLMWeightSyncScheme(**arguments).create_receiver(None)
@@ -182,3 +184,90 @@ def said(engine: Any) -> list[list[int]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     found = [engine.generate(PROMPT, sampling, actor_index=index) for index in range(engine.num_replicas)]
     return [list(each.outputs[0].token_ids) for each in found]
+
+
+class Page:
+    """TorchRL's receiver and trainer, each an actor, and the engine that the receiver has started."""
+
+    def __init__(self, folder: str) -> None:
+        actors = torchrls_actors()
+        self.folder = folder
+        self.config = {
+            "master_address": "localhost",
+            "master_port": free_port(),
+            "gpus_per_replica": 1,
+            "num_replicas": 2,
+            "strategy": "state_dict",
+        }
+        self.receiver = remote(actors.WorkerVLLMNCCL, self.config, folder, "Trainer", max_concurrency=4)
+        assert get(self.receiver.setup.remote(), STARTED) == "setup_complete"
+        self.trainer = remote(actors.WorkerTransformerNCCL, self.config, folder, name="Trainer", max_concurrency=4)
+        self.engine = get(self.receiver.get_engine.remote())
+        self.first = said(self.engine)
+        self.second: Any = None
+        self.said: list[Any] = []
+
+
+def trained(page: Page, seed: int) -> Any:
+    """The trainer's policy, as recipes have it."""
+    from torchrl.modules.llm import TransformersWrapper
+
+    return TransformersWrapper(
+        tiny("llama", seed), tokenizer=page.folder, input_mode="history", generate=False, return_log_probs=True, pad_output=False
+    )
+
+
+def joined(engine: Any, training: Any) -> VLLMWeightSender:
+    """`make_weight_sync_scheme` of the recipes, and what follows it."""
+    scheme = VLLMWeightSyncScheme(
+        master_address=engine.get_master_address(),
+        master_port=engine.get_master_port(),
+        gpus_per_replica=engine.get_tp_size(),
+        num_replicas=getattr(engine, "num_replicas", 1),
+        strategy="state_dict",
+    )
+    sender = scheme.create_sender()
+    sender.register_model(training.model)
+    sender.init_all_workers_group(get_model_metadata(training.model), vllm_engine=engine)
+    return sender
+
+
+def conversations() -> Any:
+    """What collectors make their environment with."""
+    from torchrl.envs.llm import ChatEnv
+    from torchrl.testing.llm_mocks import DummyStrDataLoader
+
+    return ChatEnv.from_dataloader(dataloader=DummyStrDataLoader(2), batch_size=2, group_repeats=True, input_mode="history")
+
+
+def on_ray(page: Page, **given: Any) -> Any:
+    """As the asynchronous recipe makes its collectors."""
+    from torchrl.collectors.llm import RayLLMCollector
+    from torchrl.modules.llm import vLLMWrapper
+
+    return RayLLMCollector(
+        env=conversations, policy=vLLMWrapper(page.engine, **GENERATE, tokenizer=page.folder), dialog_turns_per_batch=2,
+        total_dialog_turns=100_000, ray_init_config=None, track_policy_version=True, remote_config={"num_cpus": 0}, **given,
+    )  # fmt: skip
+
+
+def train(page: Page, collectors: list[Any], buffer: Any) -> list[Any]:
+    """The recipe's task: two updates while collectors on Ray fill its buffer. What the engines said, and what collectors counted."""
+    training = trained(page, 2)
+    sender = joined(page.engine, training)
+    sender.update_weights()
+    found: list[Any] = [(said(page.engine), [one.policy_version for one in collectors])]
+    for one in collectors:
+        one.start()
+        sender.register_collector(one)
+    training.model.load_state_dict(tiny("llama", 1).state_dict())
+    sender.update_weights()
+    found.append((said(page.engine), [one.policy_version for one in collectors]))
+    versions, deadline = {0}, time.monotonic() + SOON
+    while 1 not in versions and time.monotonic() < deadline:
+        versions.add(int(buffer.queue.get(timeout=SOON)["policy_version"]))
+    found.append(versions)
+    for one in collectors:
+        one.async_shutdown(timeout=30)
+    sender.shutdown()
+    return found

@@ -18,7 +18,7 @@ from instep.dropin.communicator import sum_of
 from instep.dropin.complete import lacking, listed, of_no_use, places, unread
 from instep.dropin.order import Order, before_the_first
 from instep.dropin.peers import Peers
-from instep.dropin.together import First, Stage, Together, as_instep
+from instep.dropin.together import ALL_ONCE, First, Stage, Together, as_instep
 from instep.errors import DigestMismatch, InstepError, PlanError
 from instep.protocol import TensorMeta, WorkerReceipt, dtype_name
 from instep.receiver.state import Receiver
@@ -88,9 +88,8 @@ class Rounds:
         """
         if not self.names and self.receipt is not None and version is None:
             return self.receipt
-        if not self.says and self._alone():
-            return self._commit_alone(len(self.names), version)
-        return self._commit(version or f"round-{self.number}")
+        alone = not self.says and self._alone()
+        return self._commit_alone(len(self.names), version) if alone else self._commit(version or f"round-{self.number}")
 
     def settle(self) -> None:
         """Commits what came of a trainer that does not say where its updates end, unless more of an update of all weights is to come.
@@ -210,8 +209,8 @@ class Rounds:
         return None
 
     def _before_the_first(self) -> int:
-        plans = self.together.exchange(self.stage, "order", self.together.look(self.stage))
-        return before_the_first(self.names, places(plans))
+        look = self.together.look(self.stage)
+        return before_the_first(self.names, places(self.together.exchange(self.stage, "order", look)))
 
     def _drop_first(self, count: int) -> PlanError:
         """Of a round without an update of all weights before it: the first names came alone, and an update has begun behind them."""
@@ -252,6 +251,7 @@ class Rounds:
             f"{name} came a second time before its round was complete: {listed(missing or ['the rest'])} did not come. The {count} tensors "
             f"of that round are dropped, the engine still serves {self.receiver.version or 'its first weights'}, and {name} begins another",
             tensor=name,
+            next_step=ALL_ONCE,
         )
 
     def _keep(self, name: str, tensor: torch.Tensor, digest: int | None) -> None:

@@ -147,7 +147,8 @@ def test_the_error_about_an_update_in_doubt_says_what_heals_it(engine: MemoryEng
         told(lambda rounds: send(rounds, update(2), last=None))
 
     def stops(rounds: Rounds) -> str:
-        with pytest.raises(PlanError, match=r"cannot be told whether .*v_proj.weight came alone or began the update that followed") as found:
+        why = r"cannot be told whether .*v_proj.weight came alone or began the update that followed"
+        with pytest.raises(PlanError, match=why) as found:
             send(rounds, update(3), last=None)
         assert "call finish_update()" in (found.value.next_step or "")
         return str(found.value)

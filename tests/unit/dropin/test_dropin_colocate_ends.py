@@ -59,6 +59,26 @@ def test_vllms_own_trainer_half_updates_the_engine(engine: Engine, trainer: Trai
         assert engine.serves(seed)
 
 
+@pytest.mark.parametrize("dies", ["before it comes", "with a message taken", "with a message answered"])
+def test_vllms_own_trainer_half_with_a_deadline_ends_when_its_engine_dies(device: str, tmp_path: Path, dies: str) -> None:
+    """RCVTIMEO alone does not do: a socket without another side waits in `send`."""
+    trainer = TrainingActor(device, str(tmp_path), deadline=500)
+    trainer.has(attention(2).items())
+    address = trainer.get_zmq_handles()[device]
+    running = in_thread(trainer.update_weights)
+    if dies != "before it comes":
+        other = zmq.Context()
+        line = other.socket(zmq.REP)
+        line.connect(address)
+        assert line.poll(20_000)
+        line.recv()
+        if dies == "with a message answered":
+            line.send(b"")
+        other.destroy(linger=200)
+    assert isinstance(running.exception(30), zmq.Again)
+    trainer.leave()
+
+
 def test_an_address_that_an_earlier_run_has_left_is_used_again(
     engine: Engine, trainer: TrainingActor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

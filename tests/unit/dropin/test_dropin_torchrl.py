@@ -56,6 +56,14 @@ def test_nothing_is_sent_that_was_not_announced() -> None:
     assert holds(engine) == "new"
 
 
+def test_weights_may_be_pairs_of_a_name_and_a_tensor() -> None:
+    engine = MemoryEngine(OLD)
+    sender = joined(engine)
+    for pairs, version in ((iter(NEW.items()), "new"), (list(OLD.items()), "old")):
+        sender.update_weights(pairs)
+        assert holds(engine) == version
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

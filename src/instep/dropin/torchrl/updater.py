@@ -43,8 +43,7 @@ with warnings.catch_warnings():
             """
             if self.initialized_group is None:
                 raise ConfigError("call init first")
-            whole = hasattr(weights, "items") or hasattr(weights, "state_dict")
-            source = open_weights(weights if whole else dict(weights), self._announced)
+            source = open_weights(weights, self._announced)
             if self._announced is not None:
                 announced = AnnouncedSource()
                 announced.source, announced.announced = source, described(self._announced)

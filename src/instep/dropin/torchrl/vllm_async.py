@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from torch import nn
 
 from instep.dropin.torchrl.scheme import LocalPush
 from instep.dropin.torchrl.weights import JOIN, Joining, open_weights
@@ -111,8 +109,7 @@ class AsyncVLLM(vllm_async.AsyncVLLM):  # type: ignore[misc]
         mapping, a TensorDict or a module. Raises what `WeightSync.push` raises."""
         if self._push is None:
             raise ConfigError("call init_weight_update_group first")
-        whole = isinstance(weights, nn.Module | Mapping) or hasattr(weights, "flatten_keys")
-        self._push.push(open_weights(weights if whole else dict(weights)))
+        self._push.push(open_weights(weights))
 
     def shutdown(self) -> None:
         self._leave()

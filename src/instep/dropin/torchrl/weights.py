@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ def differences(here: Mapping[str, TensorMeta], there: Mapping[str, TensorMeta],
 
 
 def open_weights(weights: Any, names: Collection[str] | None = None) -> Source:
-    """Weights in any of TorchRL's forms as a source.
+    """Weights in any of TorchRL's forms as a source: a module, a TensorDict, a mapping, or pairs of a
+    name and a tensor.
 
     names: of a TensorDict or a mapping, these tensors alone: `TensorDict.from_module` takes along buffers that no checkpoint has.
     """
@@ -54,6 +55,8 @@ def open_weights(weights: Any, names: Collection[str] | None = None) -> Source:
         weights = weights.model  # TorchRL's policies put a prefix before every name of the model that they hold
     if hasattr(weights, "flatten_keys"):
         weights = dict(weights.flatten_keys(".").items())
+    elif isinstance(weights, Iterable) and not isinstance(weights, nn.Module | Mapping | str):
+        weights = dict(weights)
     if isinstance(weights, Mapping) and names is not None:
         weights = {name: weights[name] for name in weights if name in names}
     return open_source(weights)
