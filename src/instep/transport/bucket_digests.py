@@ -76,23 +76,30 @@ class DeviceTally:
         self.moved: list[list[Table]] = [[] for _ in self.pieces]
         self.found: dict[str, int] = {}  # the same in the version that is packed now
         self.used: dict[int, list[Table]] = {}
+        self.place: Hashable = None  # of `places`, where all tensors are among them; `packed` of `found`
+        self.packed: Hashable = None
         self.board = torch.zeros(2 * len(self.own), dtype=torch.int64, device=rooms[0].device)  # sums, then how many flags there are
 
     def begin(self) -> None:
         """Another version."""
-        self.found, self.used = {}, {}
+        self.found, self.used, self.packed = {}, {}, None
         self.board.zero_()
 
     def pack(self, values: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """As `pack`. What does not stay is copied before the next value is asked for."""
+        if values.place is not None and values.place == self.place:
+            yield from self._pack_again(room)
+            self.packed = values.place
+            return
         given, held = described(self.own, values.read()), dict[str, torch.Tensor]()
         for index, here in enumerate(self.pieces):
             bucket = room(index, self.sizes[index])
-            lie = [piece for piece in here if piece.meta.name in self.places and values.stays]
+            lay = self.places if values.stays else {}
+            lie = [piece for piece in here if piece.meta.name in lay]
             for piece in here:
                 if piece.start == 0:
                     held[piece.meta.name] = self._taken(*next(given), stays=values.stays)
-                if piece not in lie:
+                if piece.meta.name not in lay:
                     _put(bucket, piece, held[piece.meta.name])
             if any(self.found.get(piece.meta.name) != self.places[piece.meta.name] for piece in lie):
                 for piece in lie:
@@ -104,6 +111,16 @@ class DeviceTally:
             yield bucket
             held = {piece.meta.name: held[piece.meta.name] for piece in here if piece.stop < piece.meta.nbytes}
         next(given, None)  # there may be more than is described
+        self.packed = values.place if len(self.found) == len(self.own) else None
+
+    def _pack_again(self, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Of tensors that all lie where they lay none is looked at."""
+        self.found, self.used = self.places, dict(enumerate(self.moved))
+        for index, tables in enumerate(self.moved):
+            bucket = room(index, self.sizes[index])
+            for table in tables:
+                table.launch()
+            yield bucket
 
     def _taken(self, meta: TensorMeta, value: torch.Tensor, *, stays: bool) -> torch.Tensor:
         flat = value.reshape(-1) if value.is_contiguous() and stays else None
@@ -128,6 +145,7 @@ class DeviceTally:
         if self.found != self.places:
             self.places = self.found
             self.moved = [self._both(index, here) for index, here in enumerate(self.pieces)]
+        self.place = self.packed
         return found
 
     def _both(self, index: int, here: Sequence[Piece]) -> list[Table]:

@@ -19,6 +19,7 @@ from instep.engine.memory_host import MemoryHost
 from instep.errors import DigestMismatch, InstepError, SourceError, SyncError
 from instep.plan.buckets import ALIGN
 from instep.receiver.adapter import register
+from instep.source.module import MappingSource
 from instep.transport import bucket_digests
 from instep.transport.broadcast import publish as broadcast
 from instep.transport.broadcast import read as broadcast_reader
@@ -66,6 +67,22 @@ def test_tensors_of_a_module_that_are_no_whole_words_are_read_anew_for_each_vers
             step(weights)
             sync.push(version)
             assert same(engine, weights)
+
+
+def test_tensors_that_lie_where_they_lay_are_sent_without_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {name: tensor for name, tensor in checkpoint(1).items() if tensor.nbytes % 8 == 0}
+    engine = MemoryEngine({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    value, asked = MappingSource._value, list[str]()
+    monkeypatch.setattr(MappingSource, "_value", lambda self, name: asked.append(name) or value(self, name))
+    with WeightSync(weights, [engine], transport="nccl") as sync:
+        for version, most in {"a": 9999, "b": 9999, "c": 2, "moved": 9999, "d": 9999, "e": 2}.items():
+            step(weights)
+            if version == "moved":
+                weights["model.norm.weight"] = weights["model.norm.weight"].clone()
+            asked.clear()
+            sync.push(version)
+            assert same(engine, weights)
+            assert len(asked) <= most
 
 
 def test_what_is_not_finite_is_named() -> None:
