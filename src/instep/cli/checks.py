@@ -243,7 +243,7 @@ def sandbox() -> Finding:
     try:
         found, why = level(), reasons()
     except InstepError as error:
-        return Finding("sandbox", "warn", f"no program can be run: {str(error).partition(chr(10))[0]}", error.next_step or "see the reason")
+        return Finding("sandbox", "warn", str(error).partition("\n")[0], error.next_step or "see the reason")
     text = f"{found}: {SANDBOXES[found]}" + "".join(f"; {name}: {reason}" for name, reason in why.items())
     return Finding("sandbox", "ok", text) if found == "full" else Finding("sandbox", "warn", text, advice(found))
 

@@ -157,12 +157,21 @@ def test_where_there_is_no_wall_no_program_runs_unless_that_is_asked_for(machine
     assert level() == "none"
     with pytest.raises(ConfigError, match="gives the sandbox 'none'") as refused:
         program("print(1)", SandboxLimits())
-    assert "Landlock" in str(refused.value)
+    assert "filter of calls forbids Landlock" in str(refused.value)
     assert 'SandboxLimits(sandbox="none")' in str(refused.value)
     assert program("print(1)") == "1\n"
     finding = check()
     assert finding.level == "warn"
     assert 'sandbox="none"' in str(finding.next_step)
+
+
+@pytest.mark.parametrize("call", ["mount", "pivot_root"])
+def test_user_namespaces_without_rights_in_them_are_no_wall(machine: Any, call: str) -> None:
+    machine(user=USER, refused=(call,))
+    assert level() == "partial"
+    finding = check()
+    assert (finding.level, f"{call}" in finding.text) == ("warn", True)
+    assert "kernel.apparmor_restrict_unprivileged_userns=0" in str(finding.next_step)
 
 
 def test_doctor_says_what_this_machine_gives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ an interpreter to come up for its keeper. No job passes through the keeper: a wa
 of both is empty. When a warden's socket closes, whoever asked is gone, and the program ends.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -61,9 +62,13 @@ def main() -> None:
 
 def prepare(setup: dict[str, Any]) -> None:
     """Does what is the same for all programs. Raises `OSError` where the machine forbids this level."""
-    if setup["level"] == "partial" and not kernel.landlock_version():
-        raise OSError("the kernel has no Landlock")
     if setup["level"] == "partial":
+        try:
+            kernel.landlock_version()
+        except OSError as error:
+            forbidden = error.errno in (errno.EPERM, errno.EACCES)
+            words = "this container's filter of calls forbids Landlock" if forbidden else "the kernel has no Landlock, or it is off"
+            raise OSError(f"{words} ({error})") from error
         setup["users"] = _in_child(_read_as_another)
     if setup["level"] != "full":
         return
