@@ -25,7 +25,7 @@ def on_host(name: str) -> None:
     """This process seems to be on a host of that name. To be called before NCCL is used in it."""
     if ALONE:
         os.environ.update({**SOCKETS, "NCCL_HOSTID": name})
-        broadcast.uuid_of = lambda _: "the trainer's GPU"
+        broadcast.uuid_of = lambda device: "the trainer's GPU" if device.type == "cuda" else None
 
 
 def apart(name: str = "engine") -> AbstractContextManager[None]:
