@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,44 +50,26 @@ class _Copy:
     def fill(self, values: Placed) -> None:
         metas = {meta.name: meta for meta in self.tensors}
         given: set[str] = set()
-        backlog: deque[Future[None]] = deque()
-        try:
+        jobs = _Jobs(lambda some: self.pool.submit(self._take, some), together=values.stays)
+        with jobs:
             for name, value in values.read():
                 meta = described_as(metas, name, value)
                 if name in given or meta.alias_of:
                     raise SourceError(f"the source gave {name} twice", tensor=name)
                 given.add(name)
-                started = self._start(meta, value.detach())
-                backlog.extend(started)
-                while len(backlog) > BACKLOG:
-                    backlog.popleft().result()
-                if not values.stays:
-                    wait(started)
-            for future in backlog:
-                future.result()
-        finally:
-            wait(backlog)  # also after an error: the next version may get the same memory
+                jobs.do(self._strips(meta, value.detach()))
         if missing := {meta.name for meta in self.own} - given:
             raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
 
     def compare(self, values: Placed) -> None:
         on_gpus: dict[torch.device, list[tuple[TensorMeta, torch.Tensor]]] = defaultdict(list)
-        backlog: deque[Future[str | None]] = deque()
-        try:
+        jobs = _Jobs(lambda some: self.pool.submit(self._compare, some), together=values.stays)
+        with jobs:
             for meta, value in second(self.tensors, values):
                 if value.is_cuda and values.stays and value.is_contiguous() and whole(meta, value.view(-1)).readable(value.device):
                     on_gpus[value.device].append((meta, value))
-                    continue
-                jobs = [self.pool.submit(self._differs, meta, at, data) for at, data in _pieces(meta, value)]
-                backlog.extend(jobs)
-                while len(backlog) > BACKLOG:
-                    _raise_changed(backlog.popleft())
-                if not values.stays:
-                    wait(jobs)
-            for future in backlog:
-                _raise_changed(future)
-        finally:
-            wait(backlog)
+                else:
+                    jobs.do(self._strip(meta, at, data, data.size) for at, data in _pieces(meta, value))
         for device, found in on_gpus.items():
             self._compare_on(device, found)
 
@@ -108,30 +91,90 @@ class _Copy:
         at = self.offsets[meta.name]
         return self.view[at : at + padded(meta.nbytes)]
 
-    def _start(self, meta: TensorMeta, value: torch.Tensor) -> list[Future[None]]:
+    def _strips(self, meta: TensorMeta, value: torch.Tensor) -> Iterator[_Strip]:
         """What cannot be copied as it is, is cast, gathered from strides or fetched from a device here, in one pass."""
         data, room = _in_place(meta, value), self._room(meta)
         if data is None:
             torch.from_numpy(room[: meta.nbytes]).view(getattr(torch, meta.dtype)).view(meta.shape).copy_(value)
             room[meta.nbytes :] = 0
-        return [
-            self.pool.submit(self._take, meta, at, None if data is None else data[at : at + CHUNK]) for at in range(0, len(room), CHUNK)
-        ]
+        for at in range(0, len(room), CHUNK):
+            yield self._strip(meta, at, None if data is None else data[at : at + CHUNK], min(CHUNK, len(room) - at))
 
-    def _take(self, meta: TensorMeta, start: int, data: Bytes | None) -> None:
-        """Bytes from `start` on, CHUNK at most: copies them where they are given, and sums them up."""
-        room = self._room(meta)[start : start + CHUNK]
-        if data is not None:
-            np.copyto(room[: data.size], data)
-            room[data.size :] = 0
-        first = (self.offsets[meta.name] + start) // BLOCK_BYTES
-        here = slice(first, first + room.size // BLOCK_BYTES)
-        self.sums[here], self.flags[here] = block_sums(room), all_flags(room, meta.dtype)
+    def _strip(self, meta: TensorMeta, at: int, data: Bytes | None, size: int) -> _Strip:
+        low = self.offsets[meta.name] + at
+        return _Strip(meta, low, low + size, data)
 
-    def _differs(self, meta: TensorMeta, at: int, data: Bytes) -> str | None:
-        """The name of a tensor whose bytes from `at` on are not those that were copied."""
-        room = self._room(meta)[at : at + data.size]
-        return meta.name if _memcmp(room.ctypes.data, data.ctypes.data, data.size) else None
+    def _take(self, strips: Sequence[_Strip]) -> None:
+        """Copies what is given, and sums all of it up at once: strips follow each other, and are of one dtype."""
+        for strip in strips:
+            if strip.data is not None:
+                end = strip.low + strip.data.size
+                self.view[strip.low : end] = strip.data
+                self.view[end : strip.high] = 0
+        low, high = strips[0].low, strips[-1].high
+        here, room = slice(low // BLOCK_BYTES, high // BLOCK_BYTES), self.view[low:high]
+        self.sums[here], self.flags[here] = block_sums(room), all_flags(room, strips[0].meta.dtype)
+
+    def _compare(self, strips: Sequence[_Strip]) -> None:
+        """Raises `SourceError` naming the first tensor whose bytes are not those that were copied."""
+        at = self.view.ctypes.data
+        for strip in strips:
+            if strip.data is not None and _memcmp(at + strip.low, strip.data.ctypes.data, strip.data.size):
+                raise SourceError.changed(strip.meta.name)
+
+
+class _Strip(NamedTuple):
+    """Bytes `low` to `high` of the run, which belong to one tensor, and what they are to be; None where they are that already."""
+
+    meta: TensorMeta
+    low: int
+    high: int
+    data: Bytes | None
+
+
+class _Jobs:
+    """Has strips dealt with by other threads: many small ones that follow each other in one job.
+
+    together: whether a source leaves its values alone while others are asked for. However the block ends, no job runs afterwards.
+    """
+
+    def __init__(self, start: Callable[[Sequence[_Strip]], Future[None]], *, together: bool) -> None:
+        self.start, self.together = start, together
+        self.strips: list[_Strip] = []
+        self.backlog: deque[Future[None]] = deque()
+
+    def do(self, strips: Iterable[_Strip]) -> None:
+        for strip in strips:
+            if self.strips and not self._goes_with(strip):
+                self._submit()
+            self.strips.append(strip)
+        if not self.together:
+            self._submit()
+            wait(self.backlog)
+
+    def _goes_with(self, strip: _Strip) -> bool:
+        first, last = self.strips[0], self.strips[-1]
+        near = last.high <= strip.low < last.high + BLOCK_BYTES and strip.high - first.low <= CHUNK
+        return near and strip.meta.dtype == first.meta.dtype
+
+    def _submit(self) -> None:
+        if self.strips:
+            self.backlog.append(self.start(self.strips))
+            self.strips = []
+        while len(self.backlog) > BACKLOG:
+            self.backlog.popleft().result()
+
+    def __enter__(self) -> _Jobs:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._submit()
+                for future in self.backlog:
+                    future.result()
+        finally:
+            wait(self.backlog)  # also after an error: the next version may get the same memory
 
 
 def _in_place(meta: TensorMeta, value: torch.Tensor) -> Bytes | None:
@@ -152,8 +195,3 @@ def _pieces(meta: TensorMeta, value: torch.Tensor) -> Iterator[tuple[int, Bytes]
         made = some.to("cpu", getattr(torch, meta.dtype)).contiguous().reshape(-1).view(torch.uint8).numpy()
         yield at, made
         at += made.size
-
-
-def _raise_changed(future: Future[str | None]) -> None:
-    if (name := future.result()) is not None:
-        raise SourceError.changed(name)
