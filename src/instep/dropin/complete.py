@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
+from msgspec import structs
 
 from instep.digest import digest
+from instep.errors import PlanError
 from instep.protocol import TensorMeta, WorkerPlan
+from instep.receiver.ties import UNTIE
 
 Known = Mapping[str, tuple[TensorMeta, int]]
 """Tensors of which only the digest is left."""
@@ -66,6 +69,23 @@ def ties(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor]) -
             found[name] = other
         else:
             before[name] = meta
+    return found
+
+
+def tied(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor], error: PlanError) -> list[TensorMeta]:
+    """What came, tensors of the same bytes as ties. Raises `error` where it is not about ties, or where no two have the same bytes."""
+    found = ties(metas, tensors) if error.next_step == UNTIE else {}
+    if not found:
+        raise error
+    return [structs.replace(meta, alias_of=found.get(meta.name)) for meta in metas.values()]
+
+
+def needed(found: dict[str, str], metas: Mapping[str, TensorMeta], fails: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+    """Those ties without which a trace fails. Others have the same bytes by chance, as norms that are
+    all ones: a trainer may send one of these alone."""
+    for kind in {(metas[name].dtype, metas[name].shape) for name in found}:
+        fewer = {name: other for name, other in found.items() if (metas[name].dtype, metas[name].shape) != kind}
+        found = found if fails(fewer) else fewer
     return found
 
 

@@ -20,7 +20,7 @@ import torch
 from msgspec import structs
 
 from instep.dropin.communicator import nameless, sum_of
-from instep.dropin.complete import Known, lacking, listed, ties, twin, unread
+from instep.dropin.complete import Known, lacking, listed, needed, tied, twin, unread
 from instep.dropin.peers import Peers
 from instep.errors import ApplyError, InstepError, PlanError, by_name
 from instep.plan.routes import Plan, check_metadata, prove, signature
@@ -42,7 +42,6 @@ from instep.protocol import (
 )
 from instep.receiver.readback import read_back
 from instep.receiver.state import Receiver
-from instep.receiver.ties import UNTIE
 from instep.receiver.trace import trace
 from instep.receiver.watcher import layer_of
 from instep.transport import Reader, Visible, WorkerContext
@@ -174,7 +173,7 @@ class Together:
         try:
             return trace(self.receiver.host, list(stage.metas.values()))
         except PlanError as error:
-            return trace(self.receiver.host, tied(stage, error))
+            return trace(self.receiver.host, tied(stage.metas, stage.tensors, error))
 
     def exchange(self, stage: Stage, topic: str, plan: WorkerPlan) -> list[WorkerPlan]:
         bodies = self.peers.exchange(f"{stage.number} {topic} {len(stage.metas)}", encode(plan))
@@ -246,9 +245,18 @@ class Together:
         try:
             return metas, self._trace(metas)
         except PlanError as error:
-            self.aliases = {meta.name: meta.alias_of for meta in tied(self.stage, error) if meta.alias_of}
+            found = {meta.name: meta.alias_of for meta in tied(self.stage.metas, self.stage.tensors, error) if meta.alias_of}
+            self.aliases = needed(found, self.stage.metas, self._cannot)
             metas = self._listed()
             return metas, self._trace(metas)
+
+    def _cannot(self, aliases: dict[str, str]) -> bool:
+        """Whether the loader cannot be traced with these aliases alone."""
+        self.aliases = aliases
+        with suppress(PlanError):
+            trace(self.receiver.host, self._listed())
+            return False
+        return True
 
     def _listed(self) -> list[TensorMeta]:
         """What came, with the ties that were found out, as far as they still hold."""
@@ -283,14 +291,6 @@ class Together:
 def _check_known(stage: Stage, known: Collection[str]) -> None:
     if strange := stage.metas.keys() - set(known):
         raise PlanError(f"{listed(strange)} came alone, and was not in the last update of all weights", tensor=min(strange))
-
-
-def tied(stage: Stage, error: PlanError) -> list[TensorMeta]:
-    """What came, tensors of the same bytes as ties. Raises `error` where it is not about ties, or where no two have the same bytes."""
-    found = ties(stage.metas, stage.tensors) if error.next_step == UNTIE else {}
-    if not found:
-        raise error
-    return [structs.replace(meta, alias_of=found.get(meta.name)) for meta in stage.metas.values()]
 
 
 def as_instep(error: Exception) -> InstepError:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.toys import attention
+from helpers.toys import ToyHost, attention
 
 from instep.dropin.complete import listed
 from instep.dropin.peers import Peers
@@ -238,3 +238,28 @@ def test_every_update_with_a_gap_is_heard_of(engine: MemoryEngine, told: Any) ->
     assert all(len(found) == 1 for found in told(lambda rounds: heard(rounds, first)))
     assert told(lambda rounds: heard(rounds, attention(3))) == [[]] * len(engine.hosts)
     assert engine.fingerprint() == MemoryEngine(attention(3), tp=len(engine.hosts)).fingerprint()
+
+
+class Tied(torch.nn.Module):
+    """A head that is the embedding, and two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.first, self.second = torch.nn.LayerNorm(3, bias=False), torch.nn.LayerNorm(3, bias=False)
+
+
+def test_tensors_of_the_same_bytes_by_chance_are_not_tied_for_good() -> None:
+    """A state dict lists a tied head; norms that are all ones are two, and one of them may come alone."""
+    host = ToyHost(Tied(), lambda model, name, tensor: model.get_parameter(name).copy_(tensor))
+    rounds = Rounds(Receiver(host), Peers(0, 1, None, 5), cast=False)
+    weights = dict(sorted(Tied().state_dict().items()))
+    send(rounds, weights, last=None)
+    rounds.finish()
+    for name, value in (("second.weight", 3.0), ("first.weight", 2.0)):
+        send(rounds, {name: torch.full((3,), value)}, last=None)
+        rounds.finish()
+    found = host.model.state_dict()
+    assert [found[f"{name}.weight"].tolist() for name in ("first", "second")] == [[2.0] * 3, [3.0] * 3]
+    assert torch.equal(found["head.weight"], weights["embed.weight"])
