@@ -14,7 +14,7 @@ import torch
 
 from instep.digest import total
 from instep.engine.advice import trace
-from instep.engine.fused_commit import FusedCommit
+from instep.engine.fused_commit import fused
 from instep.engine.member import Member
 from instep.errors import CanaryError, InstepError, SourceError, SyncError, TransportError, VersionConflict
 from instep.plan.dtypes import common
@@ -102,10 +102,10 @@ class Push(Account):
             member.trust()
         return Attempt("trusted", list(members), found)
 
-    async def ask(self) -> Attempt:
-        """Asks all engines what they serve. Raises where `require="all"` and one does not answer."""
+    async def ask(self, *, silent: bool = False) -> Attempt:
+        """Asks all engines what they serve. Raises where `require="all"` and one does not answer. silent: also those that hung."""
         with self.phase("connect"):
-            await self.session.fleet.hello(hurry=self.session.config.require == "any")
+            await self.session.fleet.hello(every=self.session.config.require == "all", silent=silent)
         self.session.fleet.check_apart()
         return Attempt("asked", self._remaining(self.session.fleet.members))
 
@@ -122,8 +122,7 @@ class Push(Account):
             new = [member for member in members if not member.planned(wanted)]
             await session.fleet.each(new, lambda m: trace(m, tensors, wanted, session.source.within(), cast=cast, whole=whole))
         members = self._remaining(members)
-        engines = [member.plan.casts for member in members if member.plan]
-        casts = common([{}, *engines] if sent else engines, tensors)
+        casts = common([*([{}] if sent else []), *(member.plan.casts for member in members if member.plan)], tensors)
         if casts:
             tensors = [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
         return replace(attempt, members=members), tensors
@@ -185,8 +184,8 @@ class Push(Account):
         return Ready([member for member in members if member.failure is None], fused=False)
 
     def _can_fuse(self, members: Sequence[Member], sent: Sent) -> bool:
-        alone = len(members) == 1 and members[0].in_place(sent.manifest)
-        return alone and self.session.transport.late and isinstance(members[0].engine, FusedCommit)
+        engine = fused(members[0].engine) if len(members) == 1 and members[0].in_place(sent.manifest) else None
+        return engine is not None and self.session.transport.late
 
     async def _prepare(self, members: Sequence[Member], sent: Sent) -> InstepError | None:
         fleet, transport = self.session.fleet, self.session.transport
@@ -240,6 +239,7 @@ class Push(Account):
         """Asks the engines for the canary, and says what was done."""
         session, engines = self.session, done.engines
         gap = await self._canary([member for member in session.fleet.members if member.name in engines], sent.expected)
+        session.fleet.ask_again()
         self.seconds["total"] = time.perf_counter() - self.started
         sizes = session.sizes_of(sent.manifest.tensors)
         self.done = receipt = Receipt(

@@ -139,7 +139,7 @@ class WeightSync:
             async with self._pushing("catch_up", current.manifest.version if current else "") as push:
                 if current is None:
                     raise VersionConflict("there is no current version to catch up with", next_step="push one: it reaches new engines too")
-                asked = await push.ask()
+                asked = await push.ask(silent=True)
                 behind = [member for member in asked.members if member.behind(push.version)]
                 if not behind:
                     return await push.receipt(Done({}), current)

@@ -5,26 +5,34 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import combinations
 from typing import Any, TypeVar
 
 from instep.engine import connect
 from instep.engine.known import HURRY
 from instep.engine.member import Member
+from instep.engine.silent import Silent
 from instep.errors import ConfigError, EngineLost, EngineState, EngineTimeout, InstepError
 from instep.protocol import AdapterConfig
 from instep.shielded import to_the_end
 
 T = TypeVar("T")
+AT_ONCE = 64
+"""Engines that a fleet begins to ask at one time."""
+BEGUN = 0.1  # seconds after which an engine is at work elsewhere, and the next one may begin
 OFTEN = 4  # times in the seconds after which silence is taken for death
 PATIENCE = 10.0
 """Seconds, at most, for an engine to say what it holds after a push was broken off."""
 
 
 class Fleet:
-    """Asks all members at once; the slowest takes no longer than its timeout."""
+    """Asks members side by side; the slowest takes no longer than its timeout.
+
+    At most `AT_ONCE` of them begin together. An engine keeps its turn until it has answered, or for
+    `BEGUN` seconds: one that hangs, or computes in another process, holds nobody up.
+    """
 
     def __init__(self, engines: Sequence[Any], session: str, timeout: float, adapter: AdapterConfig | None = None) -> None:
         """engines: whatever `connect` takes. Raises `ConfigError` as it does."""
@@ -32,6 +40,7 @@ class Fleet:
         self.members: list[Member] = []
         self.members = [self._member(engine) for engine in engines]
         self.showing: set[asyncio.Task[None]] = set()
+        self.silent = Silent()
         self._tell_apart()
 
     def _member(self, given: Any) -> Member:
@@ -101,9 +110,12 @@ class Fleet:
             timers.pop().cancel()
 
     async def _each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]], done: list[Member]) -> dict[str, T]:
+        turns = asyncio.Semaphore(AT_ONCE)
+
         async def one(member: Member) -> T | None:
             try:
-                result = await action(member)
+                async with _turn(turns):
+                    result = await action(member)
             except InstepError as error:
                 member.failure = error
                 return None
@@ -121,14 +133,32 @@ class Fleet:
             raise
         return {member.name: result for member, result in zip(members, results, strict=True) if member.failure is None}  # type: ignore[misc]
 
-    async def hello(self, *, hurry: bool) -> None:
-        """Asks all members. hurry: the others need not wait for one that has let a deadline pass."""
+    async def hello(self, *, every: bool, silent: bool) -> None:
+        """Asks all members.
 
-        async def one(member: Member) -> None:
-            with member.hurried(when=hurry and isinstance(member.failure, EngineTimeout)):
+        every: all of them have their whole timeout. Otherwise one that has let a deadline pass is
+        left out until it answers a question beside a push, or, with silent, has `HURRY` seconds.
+        """
+
+        async def hurried(member: Member) -> None:
+            with member.hurried():
                 await member.hello()
 
-        await self.each(self.members, one)
+        late = [] if every else self._late()
+        if not silent:
+            self.silent.ask(late)
+        await self.each([member for member in self.members if member not in late], Member.hello)
+        if silent:
+            await self.each(late, hurried)
+        else:
+            await self.each([member for member in late if self.silent.answered(member)], Member.hello)
+
+    def ask_again(self) -> None:
+        """A push is over: begins to ask those that have let a deadline pass in it."""
+        self.silent.ask(self._late())
+
+    def _late(self) -> list[Member]:
+        return [member for member in self.members if isinstance(member.failure, EngineTimeout)]
 
     async def settle(self, version: str) -> None:
         """After a push of `version` was broken off: no engine is left paused, and none with a lease.
@@ -161,6 +191,20 @@ class Fleet:
 
     def states(self) -> tuple[EngineState, ...]:
         return tuple(member.state() for member in self.members)
+
+
+@asynccontextmanager
+async def _turn(turns: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Around what one member does: its turn ends with that, or after `BEGUN` seconds."""
+    await turns.acquire()
+    over = ExitStack()
+    over.callback(turns.release)
+    timer = asyncio.get_running_loop().call_later(BEGUN, over.close)  # closed twice it releases once
+    try:
+        yield
+    finally:
+        timer.cancel()
+        over.close()
 
 
 async def _over(tasks: Sequence[asyncio.Task[Any]]) -> None:

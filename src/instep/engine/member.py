@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from instep.engine import UNLABELLED, CachePolicy
-from instep.engine.fused_commit import FusedCommit, goes_on
+from instep.engine.fused_commit import fused, goes_on
 from instep.engine.known import LATE, Known
 from instep.errors import (
     ApplyError,
@@ -41,7 +41,8 @@ from instep.receipt import EngineReceipt
 
 T = TypeVar("T")
 Digests = Callable[[], dict[str, int]]
-POLL = 0.003
+POLL, SELDOM = 0.003, 0.1
+"""Seconds between two questions whether bytes have arrived: a tenth of the time that they take, within these."""
 
 
 class Member(Known):
@@ -149,11 +150,12 @@ class Member(Known):
 
     async def _arrived(self) -> list[Arrival]:
         """The workers fetch and look through the bytes in threads of their own, so that generation goes on meanwhile."""
+        started = time.perf_counter()
         while True:
             arrivals = await self.call("ready", Arrival)
             if all(arrival.done for arrival in arrivals):
                 return arrivals
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(min(max(POLL, (time.perf_counter() - started) / 10), SELDOM))
 
     async def abort(self) -> None:
         await self.call("abort", type(None))
@@ -212,12 +214,12 @@ class Member(Known):
         self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests
     ) -> tuple[list[WorkerReceipt], bool]:
         """What the workers did, and whether the engine goes on already."""
-        if isinstance(self.engine, FusedCommit):
+        if (engine := fused(self.engine)) is not None:
             whole = request
             if self.in_place(manifest):
                 self.holding.add(manifest.location.address)
                 whole = structs.replace(request, again=Again.of(manifest, self.version))
-            answers = await self.bounded("commit", self.engine.commit_at_once(self._request(whole), caches, request.version))
+            answers = await self.bounded("commit", engine.commit_at_once(self._request(whole), caches, request.version))
             if answers is not None:
                 receipts = self._told("commit", WorkerReceipt, answers)
                 return receipts, goes_on(answers)

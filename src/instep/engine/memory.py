@@ -12,9 +12,12 @@ has none, tensor-parallel slices, a tensor derived from weights, a prefix cache.
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -35,6 +38,18 @@ Kind = Literal["error", "hang", "die"]
 
 HELD = 60.0
 """Seconds for which `generate` waits for a push to end."""
+
+
+THREADS = 8
+"""The most of them for workers of all engines: more would wait for each other, as Python runs one at a time."""
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "instep-memory")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # its threads are not in a child
 
 
 class MemoryEngine:
@@ -59,8 +74,7 @@ class MemoryEngine:
             with host.reload():
                 host.load(checkpoint.items())
         self.receivers = [Receiver(host, self._open) for host in self.hosts]
-        # Workers run side by side, as processes do, and each takes one call after the other.
-        self.threads = [ThreadPoolExecutor(max_workers=1) for _ in range(tp)]
+        self._busy = [threading.Lock() for _ in range(tp)]  # each worker takes one call after the other
         self.version: str | None = None
         self._gate = Gate()
         self.dead = False
@@ -119,16 +133,16 @@ class MemoryEngine:
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         await self._point(method)
         loop = asyncio.get_running_loop()
-        workers = zip(self.threads, self.receivers, strict=True)
-        calls = (loop.run_in_executor(thread, self._handle, worker, method, payload) for thread, worker in workers)
-        replies = list(await asyncio.gather(*calls))
+        workers = zip(self._busy, self.receivers, strict=True)
+        calls = [loop.run_in_executor(_threads(), self._handle, turn, worker, method, payload) for turn, worker in workers]
+        replies = [await call for call in calls]
         for host in self.hosts:
             if method == "commit" and host.failed:
                 host.fail_at, host.failed = None, False
         return replies
 
-    def _handle(self, receiver: Receiver, method: Method, payload: bytes) -> bytes:
-        with self._gate.changing() if method in CHANGING else nullcontext():
+    def _handle(self, turn: threading.Lock, receiver: Receiver, method: Method, payload: bytes) -> bytes:
+        with turn, self._gate.changing() if method in CHANGING else nullcontext():
             return receiver.handle(method, payload)
 
     async def pause(self, caches: CachePolicy) -> None:
