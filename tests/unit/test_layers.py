@@ -30,7 +30,7 @@ ANYWHERE = {
 """Files that may import a package at any place."""
 INSIDE_FUNCTIONS = {
     "vllm": ("bench/*", "demo/*", "cli/self_test.py", "cli/serve.py"),
-    "ray": ("dropin/torchrl/vllm_async.py", "demo/ray_loop.py"),
+    "ray": ("bench/engines.py", "dropin/torchrl/vllm_async.py", "demo/ray_loop.py"),
 }
 """Files that may import it inside a function: they work without it too."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from helpers.asgi import TOKEN, app, asgi_engine, served
 from helpers.toys import attention
 
@@ -15,7 +16,7 @@ from instep import MemoryEngine, WeightSync
 from instep.engine import connect
 from instep.engine.remote import http, http_control, http_token
 from instep.engine.remote.http import HttpEngine, HttpRpc
-from instep.engine.remote.http_control import PREFIX
+from instep.engine.remote.http_control import PREFIX, Served
 from instep.engine.remote.http_token import is_loopback, take_token, token_of
 from instep.errors import ConfigError, EngineLost, InstepError
 
@@ -214,16 +215,23 @@ class Measured(httpx.AsyncBaseTransport):
         return await self.inner.handle_async_request(request)
 
 
-def test_a_commit_may_be_as_long_as_the_list_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has their digests. With 18,867 tensors, as a mixture of experts has them, it takes 1.3 MB."""
-    monkeypatch.setattr(http_control, "SMALL", 256)
-    at = served()
+LISTS = ("trace", "prepare")
+"""Routes whose requests list tensors."""
+
+
+@pytest.mark.parametrize(
+    "count", [2_000, pytest.param(20_000, marks=pytest.mark.program), pytest.param(100_000, marks=pytest.mark.program)]
+)
+def test_a_push_of_very_many_tensors_over_http(count: int) -> None:
+    """Two requests have the list of tensors. All others take less than a kilobyte, whatever their number is."""
+    source = {f"w{index}": torch.full((16,), float(index)) for index in range(count)}
+    at = Served(MemoryEngine({name: torch.zeros(16) for name in source}), TOKEN)
     way = Measured(httpx.ASGITransport(app(at)))
-    with WeightSync(attention(1), [HttpEngine("http://localhost", TOKEN, transport=way)]) as sync:
-        sync.push("v1")
-    others = {route: size for route, size in way.sizes.items() if route not in http_control.BODIES}
-    assert max(others.values()) <= 256 < way.sizes["commit"]
-    assert at.engine.version == "v1"  # type: ignore[attr-defined]
+    with WeightSync(source, [HttpEngine("http://localhost", TOKEN, transport=way)], timeout=250) as sync:
+        assert sync.push("v1").tensors == count
+    assert max(size for route, size in way.sizes.items() if route not in LISTS) < 1024
+    assert max(way.sizes.values()) <= http_control.LARGE
+    assert at.engine.fingerprint() == MemoryEngine(source).fingerprint()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("route", ["trace", "prepare", "commit"])
