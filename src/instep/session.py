@@ -26,7 +26,7 @@ class Sent:
 
     manifest: what engines are told. stamp: the source's, before its tensors were read. expected: what
     the trainer's forward said of the canary. finish: waits for the digests of what was published.
-    must: the digests that it must have, where it was pushed before.
+    required: the digests that it must have, where it was pushed before.
     """
 
     manifest: Manifest
@@ -34,7 +34,7 @@ class Sent:
     stamp: Hashable
     expected: list[float] | None
     finish: Callable[[Published], Published]
-    must: Mapping[str, int] | None = None
+    required: Mapping[str, int] | None = None
 
     @cached_property
     def finished(self) -> Published:
@@ -45,8 +45,8 @@ class Sent:
 
         Raises `VersionConflict` where they are not those that they must be.
         """
-        if self.must is not None:
-            check_same(self.manifest.version, self.finished.digests, self.must)
+        if self.required is not None:
+            check_same(self.manifest.version, self.finished.digests, self.required)
         return self.finished.digests
 
     @property

@@ -1,6 +1,6 @@
-"""The steps of a push, in the order in which `sync.py` takes them. Each takes what the one before it gave, and calls none before it.
+"""The steps of a push, in the order in which `sync.py` takes them. Each takes what the one before it gave.
 
-An `Attempt` goes through them. Where engines turn it down, unharmed, `prepare` and `commit` give the next one, which relies on less.
+An `Attempt` goes through them. Where engines refuse and keep their weights, `prepare` or `commit` returns the next attempt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ published could not be opened by all of them."""
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which engines are to take the version. found: the source, where nothing was waited for since it was looked at."""
+    """Which engines are to take the version. found: the look at the source, if nothing was awaited since."""
 
     way: Way
     members: Sequence[Member]
@@ -42,7 +42,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Ready:
-    """Engines that can commit. fused: a single one, which prepares in its commit."""
+    """Engines that can commit. fused: whether prepare and commit are one call, which takes a single engine."""
 
     members: Sequence[Member]
     fused: bool
@@ -50,7 +50,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Done:
-    """What engines that serve the version did, by their names."""
+    """Receipts of the engines that now serve the version, by their names."""
 
     engines: Mapping[str, EngineReceipt]
 
@@ -61,17 +61,16 @@ class Push(Account):
     def __init__(self, session: Session, version: str) -> None:
         super().__init__(version, session.sinks)
         self.session = session
-        self.committing: Sent | None = None  # an engine may have it
+        self.committing: Sent | None = None  # set when the commit begins: an engine may have it
         self.done: Receipt | None = None
         self.started = time.perf_counter()
         session.transport.begin()
 
     def describe(self, *, begun: bool) -> Look:
-        """Looks at the source's tensors, and notes their list in the session.
+        """Looks at the source's tensors, and notes their list in the session. begun: whether the transport knows that a push begins.
 
-        begun: whether the transport has been told already that a push begins.
-
-        Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense.
+        Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense, and `SourceError` for a
+        source that cannot be read.
         """
         session = self.session
         if (number := session.history.get(self.version)) is not None:
@@ -93,8 +92,8 @@ class Push(Account):
         return found
 
     def trust(self, found: Look) -> Attempt | None:
-        """The first attempt, where each engine is as this trainer's last push has left it, so far as it knows: they are not asked, and
-        refuse to prepare if they are not. None where one has to be asked."""
+        """The first attempt, where each engine is as this trainer's last push has left it, so far as it knows: they are not asked. One
+        in another state refuses to prepare. None where one has to be asked."""
         session, members = self.session, self.session.fleet.members
         if session.config.require == "any" or not all(member.known(session.signature) for member in members):
             return None
@@ -109,10 +108,10 @@ class Push(Account):
         self.session.fleet.check_apart()
         return Attempt("asked", self._remaining(self.session.fleet.members))
 
-    async def plan(self, attempt: Attempt, tensors: list[TensorMeta], *, sent: bool = False) -> tuple[Attempt, list[TensorMeta]]:
-        """Proves for each engine that the tensors fill it, the first time that it sees their list.
+    async def plan(self, attempt: Attempt, tensors: list[TensorMeta], *, keep_dtypes: bool = False) -> tuple[Attempt, list[TensorMeta]]:
+        """Proves for each engine that the tensors fill it, unless it was planned for their list before.
 
-        sent: whether they have the dtypes of a version that was sent already. Returns who remains, and the tensors as they are to be sent.
+        keep_dtypes: whether the tensors have the dtypes of an earlier version. Returns who remains, and the tensors as they are to be sent.
         """
         members = attempt.members
         with self.phase("plan"):
@@ -122,29 +121,29 @@ class Push(Account):
             new = [member for member in members if not member.planned(wanted)]
             await session.fleet.each(new, lambda m: trace(m, tensors, wanted, session.source.within(), cast=cast, whole=whole))
         members = self._remaining(members)
-        casts = common([*([{}] if sent else []), *(member.plan.casts for member in members if member.plan)], tensors)
+        casts = common([*([{}] if keep_dtypes else []), *(member.plan.casts for member in members if member.plan)], tensors)
         if casts:
             tensors = [TensorMeta(t.name, casts.get(t.alias_of or t.name, t.dtype), t.shape, t.alias_of) for t in tensors]
         return replace(attempt, members=members), tensors
 
-    def publish(self, attempt: Attempt, tensors: list[TensorMeta], base: str | None, must: Mapping[str, int] | None = None) -> Sent:
-        """Makes the source's weights available to the engines' workers. must: the digests of a version that was pushed before.
+    def publish(self, attempt: Attempt, tensors: list[TensorMeta], base: str | None, required: Mapping[str, int] | None = None) -> Sent:
+        """Makes the source's weights available to the engines' workers. required: the digests of a version that was pushed before.
 
         Raises `SourceError` where the trainer changed a tensor meanwhile, or has no forward for the canary: nothing has been sent.
         """
         session = self.session
         expected = self._expected()
         with self.phase("publish"):
-            session.free_left_versions(stays=must is not None)
+            session.free_left_versions(stays=required is not None)
             workers = [worker for member in attempt.members for worker in member.workers]
             found, source, device = attempt.found, session.source, session.source.device
             stamp, place = (found.stamp, found.place) if found else (source.stamp(), None)
-            values = Placed(lambda: self._counted(tensors, device), source.again, source.stays, place, must)
+            values = Placed(lambda: self._counted(tensors, device), source.again, source.stays, place, required)
             published = session.transport.publish(tensors, values, device, workers)
-            if not published.location.live:  # of what is only read in the commit nothing was copied yet: digests prove it there
+            if not published.location.live:  # live bytes are not copied yet: their digests are compared in the commit
                 check_unchanged(source, stamp)
         manifest = Manifest(self.version, base, tensors, published.digests, published.location, source.merged)
-        return Sent(manifest, published, stamp, expected, session.transport.finish, must)
+        return Sent(manifest, published, stamp, expected, session.transport.finish, required)
 
     def _expected(self) -> list[float] | None:
         """What the trainer's forward says of the canary."""
@@ -163,9 +162,9 @@ class Push(Account):
     async def prepare(self, attempt: Attempt, sent: Sent) -> Ready | Attempt:
         """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all.
 
-        A single engine that is trusted, and finds the bytes where it found them last, prepares them in the commit: no other engine
-        depends on whether it can. Where a trusted engine refuses, the next attempt asks all; where the transport does not get the
-        version to one, the next attempt takes another.
+        A single trusted engine whose bytes lie at the same address prepares within its commit: there is no other engine to hold back.
+        Where a trusted engine refuses, the next attempt asks all; where the transport does not get the version to one, the next attempt
+        takes another.
         """
         members, transport = attempt.members, self.session.transport
         transport.use(sent.manifest.location.transport)
@@ -197,13 +196,13 @@ class Push(Account):
         except InstepError as error:
             await fleet.withdraw(members)
             return error
-        await fleet.withdraw([member for member in members if member.failure])  # of its workers some may have prepared it
+        await fleet.withdraw([member for member in members if member.failure])  # some of its workers may have prepared the version
         return None
 
     async def commit(self, ready: Ready, sent: Sent) -> Done | Attempt:
-        """Each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards.
+        """Commits on each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards.
 
-        Where a fused commit is refused, and the engine has lost nothing, the next attempt asks it why.
+        Where a fused commit is refused, and the engine still serves the old version, the next attempt asks it why.
         """
         members = ready.members
         done = await self._commit(members, sent)
@@ -216,11 +215,11 @@ class Push(Account):
 
     async def _commit(self, members: Sequence[Member], sent: Sent) -> dict[str, EngineReceipt]:
         session = self.session
-        if sent.must is not None and session.transport.early:
-            sent.digests()  # before the label of a version that was published again
+        if sent.required is not None and session.transport.early:
+            sent.digests()  # raises before any label changes, if bytes that were published again differ
         self.committing = sent
         with self.phase("commit"):
-            read = sent.manifest.location.live and not session.transport.late  # other workers compare by themselves
+            read = sent.manifest.location.live and not session.transport.late  # with late transports workers read them by themselves
             request = CommitRequest(self.version, sent.digests() if read else {}, sent.published.launch, hold=True)
             async with session.transport.serving("commit") as sending:
                 return await session.fleet.each(
@@ -229,14 +228,14 @@ class Push(Account):
                 )
 
     async def break_off(self) -> None:
-        """However a push ended before its end: engines go on or refuse, and their leases are over."""
+        """Cleans up after a push that failed or was cancelled: engines go on or refuse, and their leases end."""
         fleet, sent = self.session.fleet, self.committing
         await fleet.settle(self.version)
         if sent is not None and any(member.has(self.version) for member in fleet.members):
             self.session.keep(sent)
 
     async def receipt(self, done: Done, sent: Sent) -> Receipt:
-        """Asks the engines for the canary, and says what was done."""
+        """Makes the receipt. Raises `CanaryError` where engines fail the canary, which refuse to generate from then on."""
         session, engines = self.session, done.engines
         gap = await self._canary([member for member in session.fleet.members if member.name in engines], sent.expected)
         session.fleet.ask_again()
@@ -268,7 +267,7 @@ class Push(Account):
         members = self._remaining(members)
         gaps = {name: float((torch.tensor(score) - torch.tensor(expected)).abs().max()) for name, score in scores.items()}
         bound = session.config.canary_bound
-        bad = [member for member in members if not gaps[member.name] <= bound]
+        bad = [member for member in members if not gaps[member.name] <= bound]  # so that a NaN fails too
         for member in bad:
             text = f"log-probabilities differ from the trainer's by up to {gaps[member.name]:.3g}, the bound is {bound:g}"
             member.failure = CanaryError(f"{member.name} computes something else than the trainer: {text}")
@@ -290,7 +289,7 @@ class Push(Account):
     def _counted(self, tensors: Sequence[TensorMeta], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The source's tensors. Tells of every hundredth of their bytes."""
         session, of = self.session, self.session.sizes_of(tensors)
-        at_rest(device)  # also for what is computed on the way, such as merged adapters
+        at_rest(device)  # every stream of it: merged adapters are computed on the way
         nbytes, told, everything = 0, 0, sum(of.values())
         for name, value in session.source.tensors():
             yield name, value

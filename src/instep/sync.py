@@ -1,4 +1,7 @@
-"""The story of a push. Read this first, then `steps.py`, then the folder with the name of the step."""
+"""The story of a push. Read this first, then `steps.py`, then the folder that the step uses.
+
+`plan` and `source` describe, `transport` publishes, `engine` and `receiver` prepare and commit.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ class WeightSync:
             train(model)
             receipt = sync.push(version=f"step-{step}")  # every engine serves it now, or the error says which do not
 
-    Invariant: an engine serves one whole version, and its label is changed only after its bytes were proved to be the trainer's. A push
-    copies the weights once, before it moves anything: from then on the trainer may change them.
+    Invariant: an engine serves one whole version, and its label is changed only after its bytes were proved to be the trainer's. The
+    trainer may change its weights when the push returns.
 
     source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, an `Adapter`, or a `Source`.
     engines: a list of `vllm.LLM`, `AsyncLLM`, servers' URLs, handles of Ray actors, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
@@ -81,7 +84,7 @@ class WeightSync:
 
         base: refuse unless every engine serves this version now.
 
-        Raises `PlanError`, `VersionConflict`, `SourceError`, `TransportError`: every engine still serves what it served.
+        Raises `ConfigError`, `PlanError`, `VersionConflict`, `SourceError`, `TransportError`: every engine still serves what it served.
         Raises `SyncError` or a subclass: `.engines` says what each engine serves now.
         """
         return _run(self._push(version, base, begun=self._begin()))
@@ -95,9 +98,9 @@ class WeightSync:
         return await self._push(version, base, begun=False)
 
     def _begin(self) -> bool:
-        """Have the trainer's GPU sum up its weights while an event loop is made, which takes a third of a millisecond.
+        """Tells the transport that a push begins: a GPU sums up the weights while the event loop is made, which takes a third of a ms.
 
-        Returns whether it does.
+        Returns whether the transport was told.
         """
         if not isinstance(self._role, Lead) or not self._own.here() or not self._busy.acquire(blocking=False):
             return False
@@ -146,15 +149,16 @@ class WeightSync:
                 return await self._bring(push, replace(asked, members=behind), again=current.for_those_behind())
 
     async def _bring(self, push: Push, attempt: Attempt, *, base: str | None = None, again: Sent | None = None) -> Receipt:
-        """One attempt after another, until engines serve the version. Each relies on less than the one before it.
+        """One attempt after another, until engines serve the version. Each assumes less about the engines.
 
-        again: the version, where it was pushed before. It is published once more if its bytes were
-        the trainer's own, or if engines cannot open it as it is, and must have the same digests.
+        again: the earlier publication, for a catch-up. It is published once more if its bytes were
+        the trainer's own, or if engines cannot open it as it is; the new publication must then have
+        the same digests.
         """
         sent = again if again and not again.manifest.location.live else None
         tensors = again.manifest.tensors if again else self._session.described
         while True:
-            attempt, described = await push.plan(attempt, tensors, sent=again is not None)
+            attempt, described = await push.plan(attempt, tensors, keep_dtypes=again is not None)
             sent = sent or push.publish(attempt, described, base, again.known if again else None)
             step: Ready | Done | Attempt = await push.prepare(attempt, sent)
             if isinstance(step, Ready):
@@ -164,7 +168,7 @@ class WeightSync:
             attempt, sent = step, None
 
     def status(self) -> tuple[EngineState, ...]:
-        """What each engine serves, asked now; while a push is running, what was last heard. Nothing on ranks that have no engines."""
+        """What each engine serves, asked now; while a push is running, what was last heard. Empty on ranks other than 0."""
         return _run(self.astatus())
 
     async def astatus(self) -> tuple[EngineState, ...]:
@@ -181,7 +185,7 @@ class WeightSync:
         return fleet.states()
 
     def close(self) -> None:
-        """Frees the shared memory and lets other trainers in. Engines go on serving what they serve.
+        """Frees the shared memory and releases the engines, so that other trainers may push. Engines go on serving what they serve.
 
         Waits for a push that runs in another thread. May be called twice. Does nothing in a child
         that was forked: all of it is the parent's.
@@ -213,7 +217,7 @@ class WeightSync:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Around all that asks engines for more than their status, or changes who is listed."""
+        """Held during a push or catch-up: one at a time, and never beside a status query."""
         if not self._busy.acquire(blocking=False):
             raise ConfigError("a push is running already: one WeightSync makes one push at a time")
         try:
@@ -231,17 +235,17 @@ class WeightSync:
     @asynccontextmanager
     async def _pushing(self, call: str, version: str) -> AsyncIterator[Push]:
         """One push. However it ends, by an error, cancelled or interrupted: each engine serves one
-        whole version, or refuses, and others may push to it."""
+        whole version, or refuses, and other trainers may push to that engine."""
         push = Push(self._session, version)
         assert isinstance(self._role, Lead)
         try:
             async with self._role.leading(call, version, lambda: push.done):
                 try:
                     yield push
-                except GeneratorExit:  # its event loop is no more: nobody could be asked
+                except GeneratorExit:  # the event loop is closed: no engine can be called
                     raise
                 except BaseException:
-                    with suppress(asyncio.CancelledError):  # it ends as it was to end
+                    with suppress(asyncio.CancelledError):  # the original error is raised below
                         await to_the_end(push.break_off, times=3)
                     raise
         except InstepError as error:
@@ -249,7 +253,7 @@ class WeightSync:
             raise
 
     async def _follow(self, role: Follower, call: str, version: str) -> Receipt:
-        """In a thread, which cannot be cancelled: the next call must not meet it."""
+        """Follows in a thread, and waits for it even when cancelled: otherwise the next call would overlap it."""
         return await to_the_end(lambda: asyncio.to_thread(role.follow, call, version))
 
 

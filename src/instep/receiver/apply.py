@@ -30,7 +30,7 @@ from instep.receiver.watcher import layer_of
 
 UNPROVED = "not proved yet"
 OTHERWISE = " is not stored as the checkpoint has it"
-UNTOUCHED = "its weights did not change with others in their place"
+UNTOUCHED = "the reload session left its weights as they were when it was given different ones"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Arrival(Protocol):
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:
         """Begins to make the copies. What other layers read is in the result; it is good until the commit ends.
 
-        watched: copies that are not to be made. The reload session does, and is looked at. in_turn: each tensor is asked for once, in the
+        watched: routes that the reload session fills, compared afterwards. in_turn: each tensor is asked for once, in the
         order of the result, so that those of bytes which pass by need not be kept.
         """
 
@@ -236,8 +236,10 @@ class Applier:
         return Rehearsed(self.look(), arrival.held(watched.renewed(self.host.model)))
 
     def _find_derived(self, before: Look, after: Look) -> None:
-        """Also of a module without routes: what it holds follows from some layer's weights, we cannot
-        tell which. The session, which rebuilds it, runs on every commit."""
+        """Keeps layers on reload whose modules hold what is derived from weights.
+
+        A module without routes counts too: what it holds follows from some layer's weights, it is not
+        known from which. The session, which rebuilds it, runs on every commit."""
         self.derived = after.changed(before)
         for name, places in self.derived.items():
             if self.reload.get(name, UNPROVED) == UNPROVED:
@@ -268,7 +270,7 @@ class Applier:
         self.read = {route.tensor for route in routes if route.tensor and layer_of(route.param) in self.comparable & self.reload.keys()}
 
     def _decide(self, layer: str, why: str | None) -> None:
-        """Once: what is on reload for another reason stays there."""
+        """Promotes a layer, or notes why not. A layer that has another reason for its reload keeps that reason."""
         if self.reload[layer] == UNPROVED:
             if why is None:
                 del self.reload[layer]

@@ -36,7 +36,7 @@ def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
     applier.host.refresh()
     same = {layer for layer in same if _equal(before[layer], _computes(applier, layer))}
     if len(same) < len(candidates):  # what the session has made is right, so it makes it again
-        for layer in (set(candidates) - same) & applier.routes.keys():  # one without routes keeps its reason: its partner is not rebuilt
+        for layer in (set(candidates) - same) & applier.routes.keys():  # a layer without routes keeps its reason
             applier.reload[layer] = "it is not the same when it is rebuilt"
         applier.session(tensors)
     for layer in same:

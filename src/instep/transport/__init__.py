@@ -59,11 +59,11 @@ Read = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 class Placed:
     """A source's tensors with their names, read anew by each call.
 
-    read, again: the first read of a version and the second one, which shows that nothing has changed meanwhile; in that one None
-    stands for a value of which the source knows it by itself.
+    read, again: the first read of a version and the second one, which shows that nothing has changed meanwhile; None in the
+    second stands for a value that the source has compared by itself.
     stays: whether a value is left alone by the source while others are asked for.
     place: one that is equal to that of an earlier version says that each tensor lies where it lay then. None where nobody knows.
-    digests: that they must have, where they are sent once more. None for a version of its own.
+    digests: required of a version that is sent once more. None for a new version.
     """
 
     read: Read
@@ -92,14 +92,14 @@ class Transport(Protocol):
     """The trainer's side. A version is published, then workers read it while `serving` lasts, then its memory is released for another."""
 
     late: bool
-    """Whether no commit waits for the digests: they are complete after it only, or workers can read them by themselves."""
+    """Whether commits begin without the digests, because workers read them by themselves or they are complete only afterwards."""
 
     @property
     def early(self) -> bool:
         """Whether the digests are known before the commit."""
 
     def prefetch(self) -> None:
-        """Another version of the same source is about to be published: what can be done before it is looked at may be done."""
+        """Optional: start work for the next version of the same source, before the source is looked at."""
 
     def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         """Who will read the next publication, made of tensors on `device`. The reason why this transport cannot bring it, or None."""
@@ -142,9 +142,9 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """A worker, to the transport that it reads from. timeout: seconds that it may wait for others in one step. device: PyTorch's name.
+    """A worker, as a transport sees it. timeout: seconds that it may wait for others in one step. device: PyTorch's name.
 
-    share: of the bytes that the engine's other workers see too it looks at this part, of so many.
+    share: (index, count): of bytes that all workers of the engine see, this one sums up part `index` of `count`.
     """
 
     incarnation: str

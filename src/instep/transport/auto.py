@@ -88,7 +88,7 @@ class AutoTransport:
     def give_up(self, error: TransportError, failures: Sequence[Exception | None]) -> bool:
         """Engines cannot open what was published last. Whether there is another candidate: the next publication takes it.
 
-        failures: of each engine. One that fails for another reason would fail with every candidate.
+        failures: one for each engine. An engine that fails for a reason other than the transport would fail with every candidate.
         """
         *others, last = self.candidates
         other = any(not isinstance(failure, TransportError | None) for failure in failures)

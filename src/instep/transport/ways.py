@@ -1,4 +1,4 @@
-"""The ways that a version can take, from the fastest to the most general. A new one is a folder, and a line here."""
+"""The ways that a version can take, from the fastest to the most general. A new one is a folder, a line here, and a name in `config`."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_a_layer_that_other_weights_do_not_reach_is_not_promoted() -> None:
     applier = start(host, weights(0))
     push(applier, weights(0))
     assert applier.direct == {"b"}
-    assert applier.reload == {"a": "its weights did not change with others in their place"}
+    assert applier.reload == {"a": "the reload session left its weights as they were when it was given different ones"}
     with pytest.raises(DigestMismatch, match=r"a\.weight does not hold the bytes of a\.weight after the engine's reload session"):
         push(applier, weights(1))
 
