@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13 python3
 	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: help demo check-demo test test-programs test-all check package bench bench-sharded models benchmarks constraints docs lint \
+.PHONY: help coverage demo check-demo test test-programs test-all check package bench bench-sharded models benchmarks constraints docs lint \
 	setup-demo setup-test clean
 
 help:  ## this list
@@ -28,6 +28,9 @@ test-all: lint  ## everything
 
 check: lint  ## lint, types and unit tests (layers among them), in a few minutes
 	$(BIN)/pytest -n 2 tests/unit
+
+coverage: setup-test  ## branches of the core that unit and contract tests take
+	$(BIN)/pytest -n 2 tests/unit tests/contract tests/sharded --cov --cov-report=term:skip-covered
 
 package: setup-test  ## sdist and wheel, checked, and the wheel tried without vLLM
 	rm -rf dist
