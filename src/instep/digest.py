@@ -138,7 +138,7 @@ def non_finite(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str,
 
 
 def all_flags(data: Bytes, dtype: str) -> Flags:
-    """Of each block, whether as `dtype` it holds a number that is not finite."""
+    """Tells of each block whether, read as `dtype`, it holds a number that is not finite."""
     if dtype not in _NON_FINITE:
         return np.zeros(data.size // BLOCK_BYTES, np.bool_)
     rows = functools.partial(_non_finite_rows, dtype=dtype, row_bytes=BLOCK_BYTES)
@@ -161,7 +161,7 @@ def _by_strips(job: Callable[[Bytes], Result], data: Bytes) -> list[Result]:
 
 
 def _on_all_cores(job: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """On all cores that this process may use. One item is not worth a thread."""
+    """Runs a job on all cores that this process may use. One item is not worth a thread."""
     if len(items) < 2:
         return [job(item) for item in items]
     with ThreadPoolExecutor(max_workers=cores()) as pool:

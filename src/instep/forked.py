@@ -16,7 +16,7 @@ open closes it."""
 
 
 def keep(file: int) -> int:
-    """The same file descriptor, from now on closed in each child that is forked."""
+    """Returns the file descriptor, which is closed from now on in each child that is forked."""
     _locks.add(file)
     return file
 

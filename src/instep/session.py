@@ -41,7 +41,7 @@ class Sent:
         return self.finish(self.published)
 
     def digests(self) -> dict[str, int]:
-        """By tensor. On a GPU they are taken while the engines prepare and pull.
+        """The digests by tensor. On a GPU they are taken while the engines prepare and pull.
 
         Raises `VersionConflict` where they are not those that they must be.
         """
@@ -56,7 +56,7 @@ class Sent:
         return finished.digests if finished else {}
 
     def for_those_behind(self) -> Sent:
-        """The same publication. An engine that is behind need not serve the version's base."""
+        """Returns the same publication without a base: an engine that is behind need not serve the version's base."""
         sent = replace(self, manifest=structs.replace(self.manifest, base=None))
         vars(sent).update({name: value for name, value in vars(self).items() if name == "finished"})
         return sent

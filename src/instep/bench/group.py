@@ -15,7 +15,7 @@ from instep.transport.store import serve
 
 
 def free_port() -> int:
-    """For a group whose store somebody else will serve."""
+    """Finds a free port for a group whose store somebody else will serve."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

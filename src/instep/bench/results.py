@@ -11,7 +11,7 @@ TrainerKind = Literal["plain", "fsdp2"]
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how the numbers came about. kind: "gpu" or "cpu". nbytes: of the model's tensors, each counted once."""
+    """Says where and how the numbers came about. kind: "gpu" or "cpu". nbytes: of the model's tensors, each counted once."""
 
     kind: str
     shapes: str

@@ -46,7 +46,7 @@ class Trainer:
         return found
 
     def save(self, folder: Path) -> None:
-        """As users save. Without transformers' progress bar, which is drawn for each run."""
+        """Saves as users do, without transformers' progress bar, which is drawn for each run."""
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()

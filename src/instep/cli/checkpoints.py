@@ -47,7 +47,7 @@ class Checkpoint(CheckpointSource):
 
     @property
     def nbytes(self) -> int:
-        """Of its files."""
+        """Bytes of the checkpoint's files."""
         return sum(file.stat().st_size for file in self._files())
 
 

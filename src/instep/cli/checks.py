@@ -38,7 +38,7 @@ class Finding:
 
 
 def distribution_version(*names: str) -> str | None:
-    """Of the first distribution that is installed."""
+    """Version of the first of these distributions that is installed."""
     for name in names:
         try:
             return version(name)

@@ -113,7 +113,7 @@ def alike(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def timed(receipt: Receipt) -> Timed:
-    """Of a push to one engine."""
+    """The times of a push to one engine."""
     return Timed(receipt.seconds, receipt.engines[0].apply, receipt.pause)
 
 
@@ -133,7 +133,7 @@ def _nbytes(param: ParamMeta) -> int:
 
 
 def tables(report: Report) -> Group:
-    """For a terminal."""
+    """Tables for a terminal."""
     head = f"{report.model} into {report.engine}: {size(report.nbytes)} in {report.tensors} tensors"
     transport = f"transport {report.transport}" + (f": {report.why}" if report.why else "")
     notes = [f"{name} is kept: {why}" for name, why in report.kept.items()]

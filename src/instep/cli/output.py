@@ -27,7 +27,7 @@ def terminable() -> Iterator[None]:
 
 
 def console() -> Console:
-    """For results on stdout, as wide as they are where that is no terminal."""
+    """A console for results on stdout, as wide as they are where that is no terminal."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)

@@ -59,7 +59,7 @@ def check_model(model: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """Of a server without a token."""
+    """Checks the host of a server without a token."""
     if not is_loopback(host):
         raise ConfigError(
             f"--host {host} without a token: anybody who reaches it could replace the weights",

@@ -67,7 +67,7 @@ def ask(urls: Sequence[str]) -> list[Row]:
 
 
 def settled(urls: Sequence[str]) -> list[Row]:
-    """As `ask`, once no engine is paused any more for a push that has ended, within `SETTLING`."""
+    """Asks as `ask` does, once no engine is paused any more for a push that has ended, within `SETTLING`."""
     deadline = time.monotonic() + SETTLING
     rows = ask(urls)
     while any(row.state == "paused" for row in rows) and time.monotonic() < deadline:
@@ -100,7 +100,7 @@ async def _row(place: Place, token: str | None) -> Row:
 
 
 def row(name: str, said: dict[str, Any]) -> Row:
-    """Of what a server's status route answers."""
+    """The row of what a server's status route answers."""
     refuses = said.get("refuses")
     state: State = "dirty" if said["state"] == "dirty" else "waiting" if refuses else "paused" if said.get("paused") else "serving"
     errors = [worker["last_error"] for worker in said.get("workers", ()) if worker.get("last_error")]

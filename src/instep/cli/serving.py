@@ -44,7 +44,7 @@ class ServeControl(VllmControl):
 
 
 async def _load(served: Served, folder: Path) -> None:
-    """As a trainer would push it; the version's name is the directory's."""
+    """Loads a checkpoint as a trainer would push it; the version's name is the directory's."""
     engine, patience = RemoteEngine(LocalRpc(served.endpoint.answer, served.engine.name)), served.endpoint.timeout
     served.endpoint.timeout = LOADING
     with WeightSync(folder, [engine], cast=True, timeout=LOADING) as sync:

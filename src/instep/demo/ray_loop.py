@@ -124,7 +124,7 @@ def catch_up(sync: WeightSync) -> None:
 
 
 def learn(name: ModelName, steps: int, seed: int, scratch: Path, show: Show) -> Run:
-    """As `loop.learn`."""
+    """Learns as `loop.learn` does."""
     import ray
 
     began = time.perf_counter()

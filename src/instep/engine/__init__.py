@@ -52,7 +52,7 @@ class Engine(Protocol):
         """Log-probabilities (natural log) of `token_ids[1:]`, each given the tokens before it, with the weights being served."""
 
     async def refuse(self, reason: str | None) -> None:
-        """With a reason: requests in flight end now, and `generate` raises `EngineDirty`. With None: it works again."""
+        """Ends requests in flight, and has `generate` raise `EngineDirty` for `reason`. With None it works again."""
 
 
 def connect(obj: Any) -> Engine:

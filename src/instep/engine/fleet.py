@@ -195,7 +195,7 @@ class Fleet:
 
 @asynccontextmanager
 async def _turn(turns: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Around what one member does: its turn ends with that, or after `BEGUN` seconds."""
+    """Holds a member's turn while it is asked; the turn ends with that, or after `BEGUN` seconds."""
     await turns.acquire()
     over = ExitStack()
     over.callback(turns.release)

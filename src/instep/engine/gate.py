@@ -42,7 +42,7 @@ class Gate:
 
     @contextmanager
     def passing(self, name: str, patience: float) -> Iterator[None]:
-        """Around a forward of the engine `name`.
+        """Lets a forward of the engine `name` through.
 
         Raises `EngineDirty` where the engine refuses, `RuntimeError` where the gate stays closed
         for `patience` seconds.
@@ -82,14 +82,14 @@ class Gate:
             self._turn.notify_all()
 
     def refuse(self, reason: str | None) -> None:
-        """Also those that wait. None: they may pass again."""
+        """Turns away forwards, also those that wait. None: forwards may pass again."""
         with self._turn:
             self.refusal = reason
             self._turn.notify_all()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around a change of the weights, in a thread of its own: waits until nobody is inside."""
+        """Guards a change of the weights, in a thread of its own: waits until nobody is inside."""
         self._count(changing=1)
         try:
             with self._turn:
@@ -109,7 +109,7 @@ _gates: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
 
 
 def gated(model: nn.Module, gate: Gate, name: str, patience: float) -> None:
-    """From now on `model` passes through `gate` in each forward, whoever calls it. A copy of the
+    """Makes `model` pass through `gate` in each forward, whoever calls it. A copy of the
     model passes through none."""
     forward = vars(model).get("forward", type(model).forward)  # bound where somebody has put it there
 

@@ -61,7 +61,7 @@ class Known:
 
     @contextmanager
     def hurried(self, *, when: bool = True) -> Iterator[None]:
-        """For an engine that has let a deadline pass already."""
+        """Shortens the wait for an engine that has let a deadline pass already."""
         before, self._hurried = self._hurried, when
         try:
             yield

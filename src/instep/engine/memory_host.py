@@ -29,7 +29,7 @@ PAD = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker keeps its part of one checkpoint tensor: `param[index]`, after the tensor was cut along `axis`."""
+    """The place of a worker's part of one checkpoint tensor: `param[index]`, after the tensor was cut along `axis`."""
 
     param: str
     index: tuple[int | slice, ...]

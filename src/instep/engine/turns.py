@@ -16,7 +16,7 @@ POLL = 0.003  # seconds between two looks: whoever is waited for may be on anoth
 
 
 class Turns:
-    """Of one engine. `lock` is held by whoever changes what it does."""
+    """The turns of one engine. `lock` is held by whoever changes what the engine does."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -220,7 +220,7 @@ def default_store() -> Any:
 
 
 def own_address() -> str:
-    """Of this process, on the interface through which the ranks have found each other."""
+    """The address of this process on the interface through which the ranks have found each other."""
     store = default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

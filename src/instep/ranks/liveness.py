@@ -20,7 +20,7 @@ class Liveness(msgspec.Struct, frozen=True):
 
 
 def liveness() -> Liveness:
-    """Of this process."""
+    """What others know this process by."""
     numbers = ""
     with suppress(OSError):
         numbers = os.readlink("/proc/self/ns/pid")
@@ -28,7 +28,7 @@ def liveness() -> Liveness:
 
 
 class Watch:
-    """On processes that this one can see, each by the rank that it is. Others, and all where the kernel gives no such handles, are
+    """Watches processes that this one can see, each by its rank. Others, and all where the kernel gives no such handles, are
     taken to be there."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class Lead:
 
     @asynccontextmanager
     async def leading(self, call: str, version: str, receipt: Callable[[], Receipt | None]) -> AsyncIterator[None]:
-        """Around one call: all ranks take part, and hear how it has ended. receipt: what was done, when it is over.
+        """Leads one call, in which all ranks take part and hear how it has ended. receipt: what was done, when it is over.
 
         Raises `TransportError` where a rank that is needed does not come in time.
         """

@@ -31,7 +31,7 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Sums(msgspec.Struct, frozen=True):
-    """Of one stretch of blocks: inner sums as 64-bit words, and of each dtype whether a block holds a number that is not finite."""
+    """Inner sums of a stretch of blocks as 64-bit words, and of each dtype whether a block holds a number that is not finite."""
 
     sums: bytes
     flags: dict[str, bytes]
@@ -76,7 +76,7 @@ def compare(run: Run, rank: int, memory: Memory, view: Bytes) -> None:
 
 
 def sum_up(view: Bytes, run: Run, rank: int, ranks: int) -> Sums:
-    """Of the part of a segment that falls to `rank`."""
+    """Sums up the part of a segment that falls to `rank`."""
     blocks = run.size // BLOCK_BYTES
     data = view[rank * blocks // ranks * BLOCK_BYTES : (rank + 1) * blocks // ranks * BLOCK_BYTES]
     dtypes = sorted({meta.dtype for meta in run.metas.values()})

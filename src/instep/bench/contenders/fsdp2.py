@@ -1,4 +1,4 @@
-"""From two ranks under FSDP2: `WeightSync.push` on both, and what one would do instead."""
+"""Pushes from two ranks under FSDP2: `WeightSync.push` on both, and what one would do instead."""
 
 from __future__ import annotations
 

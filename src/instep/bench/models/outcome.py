@@ -32,7 +32,7 @@ VERDICTS: dict[Verdict, str] = {
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how the outcomes came about. kind: "gpu" or "cpu"."""
+    """Says where and how the outcomes came about. kind: "gpu" or "cpu"."""
 
     kind: str
     machine: list[str]

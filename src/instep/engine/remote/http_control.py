@@ -114,7 +114,7 @@ class Served:
         return answer
 
     async def status(self) -> dict[str, Any]:
-        """For people. It does not count as a sign of life of a trainer."""
+        """Tells people what the engine does. The question does not count as a sign of life of a trainer."""
         request = encode(Request(0, ""))
         async with asyncio.timeout(self.endpoint.timeout):
             replies = [decode(data, Reply) for data in await self.engine.call("status", request)]

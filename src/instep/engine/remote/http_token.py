@@ -39,7 +39,7 @@ def token_of(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def take_token() -> str | None:
-    """As `token_of`, also afterwards: but processes that are started from now on do not inherit the token."""
+    """Finds the token as `token_of` does, also afterwards, but processes that are started from now on do not inherit the token."""
     global _taken
     _taken = token_of()
     os.environ.pop(VARIABLE, None)

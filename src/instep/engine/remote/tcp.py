@@ -142,7 +142,7 @@ class TcpRpc:
             return await answer
 
     async def read(self) -> None:
-        """Until the connection ends."""
+        """Takes answers until the connection ends."""
         reason = "closed the connection"
         try:
             while True:

@@ -51,11 +51,11 @@ class WeightPublisher:
         self._in_use = False
 
     def init_info(self) -> dict[str, Any]:
-        """For `init_weight_transfer_engine`. Plain JSON types."""
+        """Arguments of `init_weight_transfer_engine`, in plain JSON types."""
         return {"timeout": self._config.timeout}
 
     def update_info(self, version: str, *, base: str | None = None) -> dict[str, Any]:
-        """For `update_weights`: the source's weights of this moment, copied before this returns. Plain JSON types.
+        """Arguments of `update_weights`: the source's weights of this moment, copied before this returns. Plain JSON types.
 
         The version published before can be opened no more; an engine that has staged it keeps it.
 
@@ -66,7 +66,9 @@ class WeightPublisher:
         return _info(self._published(version, base))
 
     def update_infos(self, version: str, parts: int, *, base: str | None = None) -> list[dict[str, Any]]:
-        """As `update_info`, for `parts` calls of `update_weights` between `start` and `finish`, in any order. Engines take all or nothing.
+        """Arguments as `update_info` gives them, for `parts` calls of `update_weights` between `start` and `finish`, in any order.
+
+        Engines take all or nothing.
 
         Raises `ConfigError` for more parts than tensors, too.
         """
