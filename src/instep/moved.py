@@ -11,9 +11,23 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 
 REMOTE = "actor_handle|answers|asgi|http|http_answer|http_control|http_once|http_token|http_url|observed|pipe|ray|rpc|server_log|tcp"
+GENERATION = {
+    "background": "actor", "client": "actor", "follower": "actor", "manager": "actor", "work": "actor",
+    "arguments": "ray", "placement": "ray", "ray_actor": "ray.actor",
+    "ray_metrics": "ray.metrics", "ray_queues": "ray.queues", "ray_tools": "ray.tools",
+    "foreign": "exchange", "ledger": "exchange", "prompts": "exchange", "queues": "exchange", "foreign_records": "exchange.records",
+    "dataset_rewards": "rewards.dataset", "maths": "verifiers", "budget": "rollout", "transcript": "rollout",
+    "parsers": "tools", "patterns": "tools", "schema": "tools", "http_addresses": "tools.addresses", "http_tool": "tools.http",
+    "mcp_tool": "tools.mcp", "python_tool": "tools.python",
+}  # fmt: skip
+"""Folders of modules, and names of those that have another one."""
 MOVED = (
     (re.compile(r"instep\.engine\.vllm_(\w+)"), r"instep.engine.vllm.\1"),
     (re.compile(rf"instep\.engine\.({REMOTE})"), r"instep.engine.remote.\1"),
+    *(
+        (re.compile(rf"instep\.generation\.{old}"), f"instep.generation.{new if '.' in new else f'{new}.{old}'}")
+        for old, new in GENERATION.items()
+    ),
 )
 """Old names, and what they have become."""
 

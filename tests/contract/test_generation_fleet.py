@@ -29,11 +29,11 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def fleet(cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes actors that end with the test."""
-    monkeypatch.setattr("instep.generation.ray.start_vllm", fake_vllm)
+    monkeypatch.setattr("instep.generation.ray.engines.start_vllm", fake_vllm)
     made: list[Any] = []
 
     def create(count: int, **options: Any) -> list[Any]:
-        from instep.generation.ray import create_vllm_engines
+        from instep.generation.ray.engines import create_vllm_engines
 
         made.extend(create_vllm_engines(count, pretrain="", timeout=SOON, **options))
         return made[-count:]
@@ -44,7 +44,7 @@ def fleet(cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def queues(**limits: int) -> Any:
-    from instep.generation.ray import RolloutQueues
+    from instep.generation.ray.engines import RolloutQueues
 
     return RolloutQueues(**limits)
 

@@ -24,11 +24,11 @@ def cluster() -> Iterator[None]:
 def fleet(cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from ray.util.placement_group import remove_placement_group
 
-    monkeypatch.setattr("instep.generation.ray.start_vllm", fake_vllm)
+    monkeypatch.setattr("instep.generation.ray.engines.start_vllm", fake_vllm)
     made: list[Any] = []
 
     def create(count: int, **options: Any) -> list[Any]:
-        from instep.generation.ray import create_vllm_engines
+        from instep.generation.ray.engines import create_vllm_engines
 
         made.extend(create_vllm_engines(count, pretrain="", **{"timeout": SOON, **options}))
         return made[-count:]

@@ -9,8 +9,8 @@ import pytest
 from helpers.rollouts import request
 from helpers.sample_records import sample
 
-from instep.generation.maths import Maths
 from instep.generation.verifiers import Answer
+from instep.generation.verifiers.maths import Maths
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'instep[generation]'")
 

@@ -97,7 +97,7 @@ def test_tools_are_called_through_the_actor_as_a_plain_ray_class(cluster: None, 
 
 
 def test_a_tool_that_is_no_tool_is_named_before_an_engine_starts(cluster: None) -> None:
-    from instep.generation.arguments import actor_options
+    from instep.generation.ray.arguments import actor_options
 
     tools = [ray.remote(num_cpus=0)(Search).remote() for _ in range(2)]
     with pytest.raises(ConfigError, match="goes with one tool, and there are 2"):

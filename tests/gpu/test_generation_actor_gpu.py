@@ -39,7 +39,7 @@ class Numbers:
 def actor(checkpoint: Path) -> Iterator[Any]:
     import ray
 
-    from instep.generation.ray import create_vllm_engines
+    from instep.generation.ray.engines import create_vllm_engines
 
     ray.init(include_dashboard=False)  # what an engine says that does not start comes here
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import this file

@@ -20,7 +20,7 @@ from instep.generation import (
     ToolSet,
     VersionSpan,
 )
-from instep.generation.parsers import TaggedParser, ToolParser
+from instep.generation.tools.parsers import TaggedParser, ToolParser
 
 T = TypeVar("T")
 

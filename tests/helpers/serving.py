@@ -16,7 +16,7 @@ from instep.engine.memory import MemoryEngine
 from instep.engine.serving import KVCacheInfo, ModelDims, Sampled
 from instep.errors import EngineDirty, EngineLost
 from instep.generation import PromptId, Sampling
-from instep.generation.actor import LLMActor
+from instep.generation.actor.actor import LLMActor
 from instep.generation.types import PromptRequest
 
 SOON = 10.0

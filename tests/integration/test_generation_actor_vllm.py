@@ -21,7 +21,7 @@ from instep import WeightSync
 from instep.engine.vllm.serving import start_vllm
 from instep.errors import ConfigError, EngineLost, GenerationError, SyncError
 from instep.generation import Label, PromptId, PromptRequest, RewardConfig, Sampling
-from instep.generation.actor import LLMActor
+from instep.generation.actor.actor import LLMActor
 from instep.generation.types import GenerationResult
 
 SOON = 120.0

@@ -35,7 +35,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
 
-        from instep.generation.ray import RolloutQueues, create_vllm_engines
+        from instep.generation.ray.engines import RolloutQueues, create_vllm_engines
 
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.ends = tuple({self.token_ids(text)[-1] for text in ENDS})

@@ -8,7 +8,7 @@ import pytest
 from helpers.rollouts import run
 
 from instep.generation import ToolSet
-from instep.generation.mcp_tool import mcp_tools
+from instep.generation.tools.mcp import mcp_tools
 from instep.generation.types import ToolCall, ToolRecord
 
 mcp = pytest.importorskip("mcp")

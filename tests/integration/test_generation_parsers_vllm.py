@@ -12,10 +12,10 @@ from helpers.rollouts import Say, ScriptedClient, harness, request, run, said
 
 from instep.errors import ConfigError
 from instep.generation import Harness, Limits, PromptId, PromptRequest, Sampling, ToolDefinition, ToolSet
-from instep.generation import rollout as rollout_module
-from instep.generation.parsers import ChatParser, vllm_parser
-from instep.generation.rollout import rollout
+from instep.generation.rollout import turns as rollout_module
+from instep.generation.rollout.turns import rollout
 from instep.generation.sampling import from_vllm
+from instep.generation.tools.parsers import ChatParser, vllm_parser
 from instep.generation.types import ToolCall
 
 pytest.importorskip("vllm")

@@ -41,7 +41,7 @@ def ask(name: str, prompt: list[int], **sampling: Any) -> PromptRequest:
 
 
 def create(folder: Path, **options: Any) -> list[Any]:
-    from instep.generation.ray import create_vllm_engines
+    from instep.generation.ray.engines import create_vllm_engines
 
     return create_vllm_engines(
         1,
@@ -71,7 +71,7 @@ def test_an_actor_generates_takes_weights_in_flight_and_is_missed_when_it_dies(
 ) -> None:
     from ray.util.queue import Queue
 
-    from instep.generation.ray import ActorManager
+    from instep.generation.ray.engines import ActorManager
 
     prompts, results = Queue(actor_options={"num_cpus": 0}), Queue(actor_options={"num_cpus": 0})
     manager = ray.remote(num_cpus=0)(ActorManager).remote()

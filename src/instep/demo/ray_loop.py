@@ -69,7 +69,7 @@ class Fleet:
     """The actors, and the queues between them and the trainer."""
 
     def __init__(self, checkpoint: Path, lesson: Task, seed: int) -> None:
-        from instep.generation.ray import RolloutQueues, create_vllm_engines
+        from instep.generation.ray.engines import RolloutQueues, create_vllm_engines
 
         self.lesson, self.seed = lesson, seed
         self.queues = RolloutQueues()

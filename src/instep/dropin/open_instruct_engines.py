@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from instep.generation import ray as fleet
-from instep.generation.foreign_records import (
+from instep.generation.exchange.records import (
     GenerationResult,
     PromptRequest,
     RequestInfo,
@@ -15,7 +14,8 @@ from instep.generation.foreign_records import (
     TokenStatistics,
     ToolCallStats,
 )
-from instep.generation.ray_actor import LLMRayActor
+from instep.generation.ray import engines as fleet
+from instep.generation.ray.actor import LLMRayActor
 
 __all__ = [
     "GenerationResult", "LLMRayActor", "PromptRequest", "RequestInfo", "SamplingConfig", "ShutdownSentinel", "TokenStatistics",

@@ -13,6 +13,11 @@ An `LLMActor` does this with an engine of its own, and `instep.generation.ray` w
     actor = LLMActor(partial(start_vllm, "model"), prompt_queue=prompts, results_queue=results, reward_config=rewards)
     sync = WeightSync(model, engines=[actor])
 
+    actor/     the loop, its engine and the trainer that it follows    ray/        actors in a cluster
+    rollout/   a prompt becomes samples                                tools/      what models call, and how
+    rewards/   verifiers weighed and added                             verifiers/  whether an answer is right
+    exchange/  prompts and results, ours and Open Instruct's           sandbox/    programs that nobody has read
+
 What it does around `answer`. *Prefetch*: takes `sampling.n` places of its limit before `answer`, and gives them back before `reward`.
 *Pause and drain*: its `Client.complete` waits at a gate, so that a drain waits for turns under way and not for tools; the engine says in
 `Completion.versions` which weights sampled what. *Cancel*: setting `aborted` ends samples soon and keeps what they have; cancelling the
@@ -22,18 +27,17 @@ tools and verifiers do wrong is in the records, and ends nothing. *Staleness*: `
 
 from typing import Any
 
-from instep.generation.actor import LLMActor
-from instep.generation.budget import Limits
-from instep.generation.http_tool import HttpTool
-from instep.generation.manager import ActorManager, ActorStatus
-from instep.generation.maths import Maths
-from instep.generation.parsers import ChatParser, TaggedParser, WholeTurnParser, vllm_parser
-from instep.generation.python_tool import PythonTool
-from instep.generation.rewards import RewardConfig
-from instep.generation.rollout import Client, Harness, answer
+from instep.generation.actor.actor import LLMActor
+from instep.generation.actor.manager import ActorManager, ActorStatus
+from instep.generation.rewards.config import RewardConfig
+from instep.generation.rollout.budget import Limits
+from instep.generation.rollout.turns import Client, Harness, answer
 from instep.generation.sampling import Sampling
 from instep.generation.sandbox import SandboxLimits
-from instep.generation.tools import Environment, Tool, ToolDefinition, ToolOutput, ToolSet
+from instep.generation.tools.http import HttpTool
+from instep.generation.tools.parsers import ChatParser, TaggedParser, WholeTurnParser, vllm_parser
+from instep.generation.tools.python import PythonTool
+from instep.generation.tools.toolset import Environment, Tool, ToolDefinition, ToolOutput, ToolSet
 from instep.generation.types import (
     Completion,
     GenerationResult,
@@ -45,6 +49,7 @@ from instep.generation.types import (
     VersionSpan,
 )
 from instep.generation.verifiers import Answer, CodeTests, ExactMatch, Format, Instructions, Numeric, Verifier, WordOverlap
+from instep.generation.verifiers.maths import Maths
 
 __all__ = [
     "ActorManager",
@@ -91,7 +96,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`LLMRayActor` is imported when it is asked for by its name: all others do without Ray."""
     if name == "LLMRayActor":
-        from instep.generation.ray_actor import LLMRayActor
+        from instep.generation.ray.actor import LLMRayActor
 
         return LLMRayActor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,10 +10,10 @@ import pytest
 from helpers.rollouts import TOKENIZER, Say, ScriptedClient, harness, request, run, said
 
 from instep.generation import overtime
-from instep.generation import rollout as rollout_module
 from instep.generation.overtime import in_time
-from instep.generation.parsers import TaggedParser
-from instep.generation.rollout import rollout
+from instep.generation.rollout import turns as rollout_module
+from instep.generation.rollout.turns import rollout
+from instep.generation.tools.parsers import TaggedParser
 
 
 def for_ever() -> None:

@@ -7,8 +7,8 @@ from helpers.real_tokenizers import ADDED, MADE, SPECIAL
 from helpers.rollouts import TOKENIZER
 
 from instep.generation import ChatParser
-from instep.generation.parsers import readable
 from instep.generation.text import Encoder, clean, plain, told
+from instep.generation.tools.parsers import readable
 from instep.generation.types import ToolCall, ToolRecord
 
 

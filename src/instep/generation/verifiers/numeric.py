@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
 
-from instep.generation.maths import shared
 from instep.generation.verifiers import number
 from instep.generation.verifiers.base import Answer, reading
 from instep.generation.verifiers.final import LONGEST, announced, final, marked
+from instep.generation.verifiers.maths import shared
 from instep.generation.verifiers.number import Number
 from instep.generation.waiting import Turnstile
 

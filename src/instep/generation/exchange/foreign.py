@@ -1,0 +1,201 @@
+"""The edge at which Open Instruct's prompts come in and its results go out. Inside, everything is of `types.py`.
+
+A prompt is known by its attributes, whatever its class is called. Who sent one gets results of the classes that stand in the same module,
+and of those in `foreign_records.py` where there are none.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from msgspec import structs
+
+from instep.errors import ConfigError
+from instep.generation.exchange import records as records
+from instep.generation.exchange.prompts import checked
+from instep.generation.sampling import Sampling, from_vllm
+from instep.generation.types import GenerationResult, PromptId, PromptRequest, RequestId, Reward, Sample, ToolRecord
+
+SENT_AS = "instep.sent_as"
+"""Of a request's metadata: the object that it was made of."""
+METRICS = "instep.reward_metrics"
+"""Of a request's metadata: what a reward function of Open Instruct's told beside the scores."""
+SAMPLING = {"n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
+ANYWAY = {"logprobs"}
+"""Settings whose answer a result always has: the sampled tokens' log-probabilities."""
+
+
+def ends(item: Any) -> bool:
+    """Whether an item of a queue is a mark and no prompt: None, or a `ShutdownSentinel`."""
+    return item is None or type(item).__name__ == records.ShutdownSentinel.__name__
+
+
+def read(item: Any) -> PromptRequest:
+    """The prompt that an item is. Raises `ConfigError` for one that is none, or that asks for what no actor does."""
+    if isinstance(item, PromptRequest):
+        return checked(item)
+    if missing := [name for name in ("prompt", "generation_config", "prompt_id") if not hasattr(item, name)]:
+        raise ConfigError(f"a {type(item).__name__} is no prompt: it has no {', '.join(missing)}", next_step="put a PromptRequest")
+    environment = getattr(item, "env_config", None)
+    asked = [name for name in ("env_name", "env_class", "env_configs") if getattr(environment, name, None)]
+    if asked:
+        raise ConfigError(f"prompt {item.prompt_id} asks for an environment ({', '.join(asked)})", next_step="give the actor it as a tool")
+    tools = getattr(item, "active_tools", None)
+    request = PromptRequest(
+        id=PromptId("eval" if getattr(item, "is_eval", False) else "train", 0, str(item.prompt_id)),
+        prompt_token_ids=_token_ids(item.prompt),
+        sampling=_sampling(item.generation_config),
+        tools=None if tools is None else tuple(tools),
+        index=getattr(item, "index", None),
+        metadata={SENT_AS: item},
+    )
+    return checked(request)
+
+
+def give(result: GenerationResult) -> Any:
+    """The result in the form that the prompt's sender has: the same object where the prompt was one of ours."""
+    item = result.request.metadata.get(SENT_AS)
+    if item is None:
+        return result
+    samples, request = result.samples, _own(result.request)
+    rewarded = any(sample.reward for sample in samples)
+    seconds = max((sample.seconds for sample in samples), default=0.0)
+    return _made(
+        item, "GenerationResult",
+        responses=[sample.token_ids for sample in samples],
+        finish_reasons=["stop" if sample.finish_reason == "done" else sample.finish_reason for sample in samples],
+        masks=[sample.mask for sample in samples],
+        request_info=request_info(samples, item),
+        index=request.index,
+        prompt_id=getattr(item, "prompt_id", None),
+        token_statistics=_made(
+            item, "TokenStatistics", num_prompt_tokens=len(request.prompt_token_ids),
+            num_response_tokens=sum(len(sample.token_ids) for sample in samples), generation_time=seconds,
+        ),
+        start_time=time.perf_counter() - seconds,
+        logprobs=[sample.logprobs for sample in samples],
+        reward_scores=[sample.reward.score if sample.reward else 0.0 for sample in samples] if rewarded else None,
+        reward_metrics=result.request.metadata.get(METRICS, {}) if rewarded else None,
+        error="; ".join(sample.error for sample in samples if sample.error) or None,
+        versions=[[(span.version, span.start, span.end) for span in sample.versions] for sample in samples],
+        request=request,
+    )  # fmt: skip
+
+
+def refused(item: Any, why: str, *, rewarded: bool) -> Any:
+    """What is answered to a prompt that cannot be: a result whose samples have the finish reason `error`, in the form of its sender."""
+    reward = Reward(0.0, [], why) if rewarded else None
+    try:
+        request = read(item)
+    except Exception:  # whatever was in the queue
+        if isinstance(item, PromptRequest):
+            return GenerationResult(request=item, samples=[_empty(RequestId(item.id, 0), why, reward)])
+        info = request_info([_empty(RequestId(PromptId("train", 0, ""), 0), why)], item)
+        index, name = getattr(item, "index", None), getattr(item, "prompt_id", None)
+        scores = [0.0] if rewarded else None
+        return _made(
+            item, "GenerationResult", responses=[[]], finish_reasons=["error"], masks=[[]], request_info=info, index=index,
+            prompt_id=name, logprobs=[[]], reward_scores=scores, reward_metrics={} if rewarded else None, error=why, request=None,
+        )  # fmt: skip
+    samples = [_empty(RequestId(request.id, index), why, reward) for index in range(request.sampling.n)]
+    return give(GenerationResult(request=request, samples=samples))
+
+
+def goes_to(item: Any) -> str:
+    """The split of whatever was in a queue."""
+    if isinstance(item, PromptRequest):
+        return "eval" if getattr(item.id, "split", None) == "eval" else "train"
+    return "eval" if getattr(item, "is_eval", False) is True else "train"
+
+
+def sent_as(request: Any) -> Any:
+    """What was put into the queue."""
+    return request.metadata.get(SENT_AS, request) if isinstance(request, PromptRequest) else request
+
+
+def request_info(samples: Sequence[Sample], item: Any = None) -> Any:
+    """What samples did with tools, in the form of whoever sent `item`."""
+    ran = [[record for record in sample.tools if record.outcome not in ("excess", "unknown", "malformed")] for sample in samples]
+    return _made(
+        item, "RequestInfo",
+        num_calls=[len(sample.tools) for sample in samples],
+        timeouts=[int(any(map(_late, sample.tools))) for sample in samples],
+        tool_errors=["".join(_error(record) for record in sample.tools) for sample in samples],
+        tool_outputs=["".join(record.output for record in sample.tools) for sample in samples],
+        tool_runtimes=[sum(record.seconds for record in sample.tools) for sample in samples],
+        tool_calleds=[any(record.info.get("called", True) for record in records) for records in ran],
+        tool_call_stats=[[_stats(record, item) for record in records] for records in ran],
+        excess_tool_calls=[_excess(sample.tools) for sample in samples],
+    )  # fmt: skip
+
+
+def _stats(record: ToolRecord, item: Any) -> Any:
+    success = not _error(record) and not _late(record)
+    return _made(item, "ToolCallStats", tool_name=record.tool, success=success, runtime=record.seconds)
+
+
+def _late(record: ToolRecord) -> bool:
+    return record.outcome == "timeout" or bool(record.info.get("timeout"))
+
+
+def _error(record: ToolRecord) -> str:
+    return record.error or str(record.info.get("error") or "")
+
+
+def _excess(tools: Sequence[ToolRecord]) -> dict[str, int]:
+    names = [record.tool for record in tools if record.outcome == "excess"]
+    return {name: names.count(name) for name in names}
+
+
+def _empty(id: RequestId, why: str, reward: Reward | None = None) -> Sample:
+    return Sample(id=id, token_ids=[], logprobs=[], mask=[], versions=[], finish_reason="error", error=why, reward=reward)
+
+
+def _own(request: PromptRequest) -> PromptRequest:
+    metadata = {key: value for key, value in request.metadata.items() if key not in (SENT_AS, METRICS)}
+    return structs.replace(request, metadata=metadata)
+
+
+def _made(item: Any, name: str, **values: Any) -> Any:
+    """A record of that name as the sender of `item` has it. What its class has no field for becomes an attribute."""
+    kind = getattr(sys.modules.get(type(item).__module__), name, None)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        kind = getattr(records, name)
+    known = {one.name for one in fields(kind) if one.init}
+    try:
+        made = kind(**{key: value for key, value in values.items() if key in known})
+    except TypeError:  # a later release's, which wants what is not known here
+        made, known = getattr(records, name)(**values), set(values)
+    for key in values.keys() - known:
+        setattr(made, key, values[key])
+    return made
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        return [int(token) for token in prompt]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a prompt is a list of token ids, not {type(prompt).__name__}: {error}") from error
+
+
+def _sampling(config: Any) -> Sampling:
+    if config is None:
+        config = records.SamplingConfig()
+    if isinstance(config, Sampling):
+        return config
+    if hasattr(config, "__struct_fields__"):
+        return from_vllm(config)
+    if not is_dataclass(config) and not hasattr(config, "__dict__"):
+        raise ConfigError(f"generation_config is a {type(config).__name__}: give it a SamplingConfig or vLLM's SamplingParams")
+    names = [one.name for one in fields(config)] if is_dataclass(config) else list(vars(config))
+    given = {name: value for name in names if (value := getattr(config, name)) is not None}
+    if strange := sorted(given.keys() - SAMPLING - ANYWAY):
+        raise ConfigError(f"generation_config asks for {', '.join(strange)}, which no rollout has")
+    stop = given.get("stop", ())
+    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    given["stop_token_ids"] = tuple(given.get("stop_token_ids", ()))
+    return Sampling(**{name: value for name, value in given.items() if name in SAMPLING})

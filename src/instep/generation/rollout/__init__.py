@@ -1,0 +1,6 @@
+"""How a prompt becomes samples, in turns of the model and of its tools."""
+
+from instep.generation.rollout.budget import Limits
+from instep.generation.rollout.turns import Client, Harness, answer, rollout
+
+__all__ = ["Client", "Harness", "Limits", "answer", "rollout"]
