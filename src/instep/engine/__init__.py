@@ -1,4 +1,4 @@
-"""Engines: what a push needs of something that generates.
+"""Engines: the interface that a push needs.
 
     engine = connect(llm)                # vllm.LLM or AsyncLLM
     engine = connect("http://gpu1:8000") # a server that `instep serve` started
@@ -29,34 +29,38 @@ ADAPTERS = ("instep.engine.remote.http", "instep.engine.vllm.engine", "instep.en
 
 @runtime_checkable
 class Engine(Protocol):
-    """One inference engine. Every method is bounded by the caller's deadline, none needs to be retried."""
+    """One inference engine. The caller bounds every method by a deadline, and retries none."""
 
     name: str
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        """Runs `method` in every worker, between two engine steps. One encoded `Reply` per worker.
+        """Runs `method` in every worker, between two engine steps. Returns one encoded `Reply`
+        per worker.
 
         Raises `EngineLost` when a worker's process is gone.
         """
 
     async def pause(self, caches: CachePolicy) -> None:
-        """No engine step runs after this returns. Requests in flight stay; with `reset` their KV and the prefix cache are dropped
-        and recomputed after `resume`."""
+        """Returns when no engine step runs or begins until `resume`. Requests in flight stay.
+        With `reset`, their KV and the prefix cache are dropped, and recomputed after `resume`."""
 
     async def resume(self) -> None: ...
 
     async def label(self, version: str) -> None:
-        """Tokens generated from now on are labelled with `version`."""
+        """Labels the tokens that are generated from now on with `version`."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities (natural log) of `token_ids[1:]`, each given the tokens before it, with the weights being served."""
+        """Returns log-probabilities (natural log) of `token_ids[1:]`, each given the tokens
+        before it, with the weights being served."""
 
     async def refuse(self, reason: str | None) -> None:
-        """Ends requests in flight, and has `generate` raise `EngineDirty` for `reason`. With None it works again."""
+        """Ends requests in flight, and makes `generate` raise `EngineDirty` for `reason`. With
+        None, the engine generates again."""
 
 
 def connect(obj: Any) -> Engine:
-    """The engine for an object that users hold. Raises `ConfigError` for anything else."""
+    """Returns the engine for an object that users hold. Raises `ConfigError` for any other
+    object."""
     if isinstance(obj, Engine):
         return obj
     for adapter in ADAPTERS:

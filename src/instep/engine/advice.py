@@ -1,4 +1,5 @@
-"""The plan of an engine; where there is none, what of the source would have fitted."""
+"""Traces an engine's plan. If the tensors do not fit, the error tells what else of the source
+would."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Inside = Iterator[list[Within]]
 
 
 async def trace(member: Member, tensors: list[TensorMeta], wanted: str, inside: Inside, *, cast: bool, whole: bool) -> None:
-    """`Member.trace` of `tensors`, whose signature is `wanted`.
+    """Runs `Member.trace` on `tensors`, whose signature is `wanted`.
 
     inside: what else could be pushed of the source. Raises `PlanError` as `Member.trace` does. Where this engine would take something that
     is inside, shown by a trace of it, the error says how to push that.

@@ -35,7 +35,7 @@ class Fleet:
     """
 
     def __init__(self, engines: Sequence[Any], session: str, timeout: float, adapter: AdapterConfig | None = None) -> None:
-        """engines: whatever `connect` takes. Raises `ConfigError` as it does."""
+        """engines: objects that `connect` takes. Raises `ConfigError` as `connect` does."""
         self.session, self.timeout, self.adapter = session, timeout, adapter
         self.members: list[Member] = []
         self.members = [self._member(engine) for engine in engines]
@@ -56,7 +56,8 @@ class Fleet:
             taken.add(member.name)
 
     async def take_in(self, engine: Any) -> None:
-        """Adds an engine and forgets those that died; it takes over the name of the first of them.
+        """Adds an engine, which takes over the name of the first one that died, and forgets
+        those that died.
 
         Raises `ConfigError` for one that is listed already and has not died.
         """
@@ -74,13 +75,15 @@ class Fleet:
         self._tell_apart()
 
     def check_apart(self) -> None:
-        """Raises `ConfigError` where two of the list turn out to be one engine, as two URLs of a server are."""
+        """Raises `ConfigError` if two of the list turn out to be one engine, such as two URLs of
+        one server."""
         for member, other in combinations(self.members, 2):
             if member.shares_workers(other):
                 raise ConfigError(f"{member.name} and {other.name} are one engine: it is listed twice", next_step="list it once")
 
     async def each(self, members: Sequence[Member], action: Callable[[Member], Awaitable[T]]) -> dict[str, T]:
-        """The results by engine name. A member that fails keeps its error in `failure`.
+        """Runs `action` for each member. Returns the results by engine name. A member that fails
+        keeps its error in `failure`.
 
         Those that are done before others are shown that their trainer lives. Raises what is no
         `InstepError` when the others have been cancelled and are over.
@@ -93,7 +96,8 @@ class Fleet:
 
     @contextmanager
     def _shown(self, waiting: Sequence[Member]) -> Iterator[None]:
-        """Asks members for something without consequences, so that they hear of their trainer."""
+        """Asks waiting members for their status now and then, so that they know that their
+        trainer lives."""
         loop, interval = asyncio.get_running_loop(), self.timeout / OFTEN
 
         def show() -> None:
@@ -134,7 +138,7 @@ class Fleet:
         return {member.name: result for member, result in zip(members, results, strict=True) if member.failure is None}  # type: ignore[misc]
 
     async def hello(self, *, every: bool, silent: bool) -> None:
-        """Asks all members.
+        """Asks members what they serve.
 
         every: all of them have their whole timeout. Otherwise one that has let a deadline pass is
         left out until it answers a question beside a push, or, with silent, has `HURRY` seconds.
@@ -154,14 +158,15 @@ class Fleet:
             await self.each([member for member in late if self.silent.answered(member)], Member.hello)
 
     def ask_again(self) -> None:
-        """A push is over: begins to ask those that have let a deadline pass in it."""
+        """Begins, after a push, to ask the engines that have let a deadline pass in it."""
         self.silent.ask(self._late())
 
     def _late(self) -> list[Member]:
         return [member for member in self.members if isinstance(member.failure, EngineTimeout)]
 
     async def settle(self, version: str) -> None:
-        """After a push of `version` was broken off: no engine is left paused, and none with a lease.
+        """Settles all engines after a push of `version` was broken off: none is left paused or
+        with a lease.
 
         Ends a second after `PATIENCE`, or after the timeout where that is less.
         """
@@ -170,7 +175,8 @@ class Fleet:
         await asyncio.gather(*(member.settle(version, limit) for member in left))
 
     async def withdraw(self, members: Sequence[Member]) -> None:
-        """Other trainers may push to these engines, whose workers have prepared a version or not. Failures stay what they are."""
+        """Ends this trainer's lease on these engines, so that other trainers may push to them.
+        Their failures and phases stay as they are."""
 
         async def one(member: Member) -> None:
             late, phase = isinstance(member.failure, EngineTimeout), member.phase
@@ -182,7 +188,8 @@ class Fleet:
         await asyncio.gather(*(one(member) for member in members if not isinstance(member.failure, EngineLost)))
 
     def part(self) -> None:
-        """Withdraws from engines that may have something prepared still. Waits for them `HURRY` seconds at most."""
+        """Withdraws from engines that may still have a version prepared. Waits for them `HURRY`
+        seconds at most."""
         holding = [member for member in self.members if member.holding]
         if holding:
             thread = threading.Thread(target=lambda: asyncio.run(self.withdraw(holding)), daemon=True)
@@ -195,7 +202,8 @@ class Fleet:
 
 @asynccontextmanager
 async def _turn(turns: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Holds a member's turn while it is asked; the turn ends with that, or after `BEGUN` seconds."""
+    """Holds a member's turn while it is asked. The turn ends with the request, or after `BEGUN`
+    seconds."""
     await turns.acquire()
     over = ExitStack()
     over.callback(turns.release)

@@ -22,22 +22,25 @@ from instep.protocol import Reply, Request, WorkerReceipt, decode, encode, raw
 
 @runtime_checkable
 class FusedCommit(Protocol):
-    """What an `Engine` may have beside its methods."""
+    """An optional method of an `Engine`."""
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
-        """The workers' replies to "commit"; `goes_on` tells what became of it. None, and nothing done, where the engine cannot do that.
+        """Returns the workers' replies to "commit"; `goes_on` tells how it ended. Returns None,
+        with nothing done, if the engine cannot commit at once.
 
         Raises as `Engine.call` does.
         """
 
 
 def fused(engine: Engine) -> FusedCommit | None:
-    """The engine itself, where it has the method. `isinstance` with a protocol costs a commit its time."""
+    """Returns the engine itself if it has the method. An `isinstance` check with a protocol
+    would slow down each commit."""
     return cast(FusedCommit, engine) if hasattr(engine, "commit_at_once") else None
 
 
 async def step_by_step(engine: Engine, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
-    """`commit_at_once` of an engine whose steps cost little, for whoever is farther away."""
+    """Does the steps of `commit_at_once` one by one: for code close to the engine, on behalf of
+    a caller farther away."""
     answers = await engine.call("reserve", beside(payload, version))
     if refused(answers):
         return answers
@@ -55,7 +58,7 @@ async def step_by_step(engine: Engine, payload: bytes, caches: CachePolicy, vers
 
 
 def goes_on(answers: Sequence[bytes]) -> bool:
-    """Whether an engine whose workers answer a commit so is to be labelled and resumed, or was.
+    """Whether these replies to a commit let the engine be labelled and resumed.
 
     answers: encoded replies.
     """
@@ -63,15 +66,15 @@ def goes_on(answers: Sequence[bytes]) -> bool:
 
 
 def unchanged(answers: Sequence[bytes]) -> bool:
-    """Whether workers have refused a commit, and serve one version: nobody need decide whether the
-    engine may go on, and whoever could may have gone."""
+    """Whether workers have refused a commit and serve one version. The engine can then go on
+    without a decision of the trainer, which may have gone."""
     replies = [decode(answer, Reply) for answer in answers]
     one = len({reply.version for reply in replies}) == 1
     return one and all(reply.fault and reply.state == "serving" for reply in replies)
 
 
 def beside(payload: bytes, body: Any = None) -> bytes:
-    """Another request of the trainer that asks for this commit."""
+    """Encodes another request of the trainer that asks for this commit."""
     return encode(structs.replace(decode(payload, Request), body=raw(body)))
 
 
@@ -81,7 +84,7 @@ def refused(answers: Iterable[bytes]) -> bool:
 
 
 def accepted(answers: Sequence[bytes], then: Sequence[bytes]) -> list[bytes]:
-    """The replies to a commit, with what the workers serve after they were told to accept it."""
+    """Returns the replies to a commit, updated by what the workers serve after "accept"."""
     found = []
     for reply, now in zip(*([decode(data, Reply) for data in some] for some in (answers, then)), strict=True):
         found.append(encode(structs.replace(reply, state=now.state, version=now.version, fault=now.fault)))
@@ -89,7 +92,7 @@ def accepted(answers: Sequence[bytes], then: Sequence[bytes]) -> list[bytes]:
 
 
 def proved_together(answers: Sequence[bytes]) -> bool:
-    """Whether workers of which not each has proved what it took have done so together."""
+    """Whether the workers have proved together what they took, though not each of them alone."""
     replies = [decode(answer, Reply) for answer in answers]
     if _all(replies) or any(reply.fault or reply.state == "dirty" for reply in replies):
         return False
@@ -101,7 +104,8 @@ def _all(replies: Iterable[Reply]) -> bool:
 
 
 def add_up(receipts: Sequence[WorkerReceipt]) -> bool:
-    """Whether what workers hold makes up what the trainer's GPU has told, the same for all of them."""
+    """Whether the workers' sums add up to those of the trainer's GPU, which must be the same for
+    all of them."""
     theirs = receipts[0].theirs
     same = all(receipt.theirs == theirs for receipt in receipts)
     return same and sums.add_up([Told(receipt.wholes, receipt.parts) for receipt in receipts], theirs)

@@ -1,4 +1,4 @@
-"""Where forwards and pushes of an engine meet that lives in its trainer's process."""
+"""A gate between forwards and pushes, for an engine in its trainer's process."""
 
 from __future__ import annotations
 

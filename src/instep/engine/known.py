@@ -21,7 +21,7 @@ LATE = "a commit did not answer in time: it is not known which weights are in pl
 
 @dataclass
 class Known:
-    """One engine, and what was last heard of it."""
+    """One engine, and what the trainer last heard of it."""
 
     engine: Engine
     session: str
@@ -56,7 +56,7 @@ class Known:
 
     @property
     def patience(self) -> float:
-        """Seconds that it may take for each answer."""
+        """Seconds that the engine may take for each answer."""
         return min(self.timeout, HURRY) if self._hurried else self.timeout
 
     @contextmanager
@@ -69,7 +69,7 @@ class Known:
             self._hurried = before
 
     def is_given(self, engine: Any) -> bool:
-        """Whether a user means this one by `engine`."""
+        """Whether a user means this engine by `engine`."""
         both = isinstance(engine, str) and isinstance(self.given, str)
         return engine is self.given or (both and engine.rstrip("/") == self.given.rstrip("/"))
 
@@ -86,7 +86,7 @@ class Known:
         return self.version != version or self.serving != "old"
 
     def has(self, version: str) -> bool:
-        """Whether it serves this version, for all that is known."""
+        """Whether the engine serves this version, as far as this trainer knows."""
         return self.version == version and self.serving in ("old", "new")
 
     def planned(self, signature: str) -> bool:
@@ -94,16 +94,18 @@ class Known:
         return self.plan is not None and self.plan.signature == signature
 
     def known(self, signature: str) -> bool:
-        """Whether it is as this trainer's last push has left it, and has a plan, so far as one can tell without asking it."""
+        """Whether the engine is as this trainer's last push has left it, and has a plan, as far
+        as one can tell without asking."""
         left = self.serving == "new" and self.version == self.pushed and not self.holding
         return left and self.failure is None and self.condemned is None and self.planned(signature)
 
     def trust(self) -> None:
-        """Instead of `hello`, for one that is known."""
+        """Takes the place of `hello` for an engine that is `known`."""
         self.trusted, self.serving = True, "old"
 
     def in_place(self, manifest: Manifest) -> bool:
-        """Whether it is trusted still, and finds these bytes where it found them last."""
+        """Whether the engine is still trusted, and finds these bytes where it found the last
+        ones."""
         return self.trusted and self.address == manifest.location.address
 
     def _request(self, body: Any) -> bytes:
@@ -111,7 +113,7 @@ class Known:
         return encode(Request(self.seq, self.session, raw(body), self.adapter.number if self.adapter else 0))
 
     def _told(self, method: Method, kind: type[T], answers: Sequence[bytes]) -> list[T]:
-        """What workers answered, noted. Raises as `call` does."""
+        """Decodes the workers' answers and notes what they say. Raises as `call` does."""
         try:
             replies = sorted((decode(data, Reply) for data in answers), key=lambda reply: reply.rank)
             if not replies or any(reply.seq != self.seq for reply in replies):
@@ -123,7 +125,8 @@ class Known:
             raise error if isinstance(error, EngineLost) else EngineLost(f"{self.name} sent no valid reply to {method}: {error}") from error
 
     def _note(self, replies: Sequence[Reply]) -> None:
-        """What the engine serves, from its workers' replies. Raises the first fault among them."""
+        """Notes from the workers' replies what the engine serves. Raises the first fault among
+        them."""
         self.trusted = False
         versions = {reply.version for reply in replies}
         mixed = (self.condemned not in (None, LATE)) or len(versions) > 1 or any(reply.state != "serving" for reply in replies)

@@ -46,10 +46,11 @@ POLL, SELDOM = 0.003, 0.1
 
 
 class Member(Known):
-    """One engine, as it is asked."""
+    """One engine, with the requests that a trainer sends to it."""
 
     async def bounded(self, phase: str, action: Awaitable[T]) -> T:
-        """Waits for an engine no longer than its patience. Whatever else it raises is an `EngineLost`: it is not known what it did."""
+        """Waits for an engine no longer than its patience. An exception that is not instep's
+        becomes an `EngineLost`: nobody knows how far the engine came."""
         self.phase = phase
         try:
             async with asyncio.timeout(self.patience):
@@ -69,7 +70,7 @@ class Member(Known):
             raise EngineLost(f"{self.name} failed in {phase}: {type(error).__name__}: {error}") from error
 
     async def call(self, method: Method, kind: type[T], body: Any = None) -> list[T]:
-        """One answer per worker, in rank order.
+        """Asks all workers. Returns one answer per worker, in rank order.
 
         Raises `EngineTimeout`, `EngineLost`, or the first worker's fault as the error that it names.
         """
@@ -77,7 +78,8 @@ class Member(Known):
         return self._told(method, kind, await self.bounded(phase, self.engine.call(method, self._request(body))))
 
     async def hello(self) -> list[Identity]:
-        """Who is there and what it serves. Raises `VersionConflict` where another trainer has pushed in between."""
+        """Asks the workers who they are and what they serve. Raises `VersionConflict` if another
+        trainer has pushed in between."""
         if self.condemned == LATE:
             await self.abort()  # a commit that is still on its way finds nothing to commit
         found = await self.call("hello", Identity)
@@ -112,7 +114,7 @@ class Member(Known):
         return found
 
     async def condemn(self, reason: str) -> None:
-        """The engine must not generate until a push heals it."""
+        """Has the engine refuse to generate until a push heals it."""
         phase, silent = self.phase, self.serving == "unknown"
         self.serving, self.condemned = "dirty", reason
         with suppress(InstepError), self.hurried(when=silent):  # the error that led here is the one to tell
@@ -133,7 +135,8 @@ class Member(Known):
         self.plan = prove(self.name, tensors, workers, cast=cast, whole=whole)
 
     async def prepare(self, manifest: Manifest, digests: Digests) -> None:
-        """digests: the trainer's, where the manifest does not have them yet."""
+        """Has the workers prepare a version. digests: the trainer's, where the manifest does not
+        have them yet."""
         arrivals = await self.call("prepare", Arrival, self._to_prepare(manifest))
         if not all(arrival.done for arrival in arrivals):
             arrivals = await self.bounded("prepare", self._arrived())
@@ -149,7 +152,8 @@ class Member(Known):
         return PrepareRequest(manifest, signature, 4 * self.timeout, self.timeout, workers, left_at, wholes)
 
     async def _arrived(self) -> list[Arrival]:
-        """The workers fetch and look through the bytes in threads of their own, so that generation goes on meanwhile."""
+        """Polls until the bytes have arrived. Workers fetch and digest in threads of their own,
+        while generation goes on."""
         started = time.perf_counter()
         while True:
             arrivals = await self.call("ready", Arrival)
@@ -162,12 +166,13 @@ class Member(Known):
         self.holding.clear()
 
     async def _let_go(self) -> None:
-        """Ends this trainer's lease, when all is done that this commit asked for: if that fails it ends by itself."""
+        """Ends this trainer's lease, after the last request of a commit. If that request fails,
+        the lease ends at its own deadline."""
         with suppress(InstepError):
             await self.bounded("abort", self.engine.call("abort", self._request(None)))
 
     async def alive(self) -> None:
-        """Shows the engine that its trainer lives. Whether it answers is no news here."""
+        """Shows the engine that its trainer lives. A missing answer is not counted as a failure."""
         with suppress(Exception):
             async with asyncio.timeout(self.timeout):
                 await self.engine.call("status", self._request(None))
@@ -213,7 +218,7 @@ class Member(Known):
     async def _commit(
         self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests
     ) -> tuple[list[WorkerReceipt], bool]:
-        """What the workers did, and whether the engine goes on already."""
+        """Returns the workers' receipts, and whether the engine has already been resumed."""
         if (engine := fused(self.engine)) is not None:
             whole = request
             if self.in_place(manifest):
@@ -229,7 +234,7 @@ class Member(Known):
         return await self.call("commit", WorkerReceipt, request), False
 
     async def _prove(self, manifest: Manifest, receipts: Sequence[WorkerReceipt], digests: Digests) -> None:
-        """Looks at what workers summed up while they pulled a version, and has them serve it."""
+        """Checks the sums that workers took while they pulled a version, and has them serve it."""
         summed = any(receipt.wholes or receipt.parts for receipt in receipts)
         try:
             if self.plan is not None and summed:
@@ -259,13 +264,14 @@ class Member(Known):
         self.phase = phase
 
     def unsettled(self) -> bool:
-        """Whether it was left in the middle of a commit, or with a version that it has prepared."""
+        """Whether the engine was left in the middle of a commit, or with a version that its
+        workers have prepared."""
         return self.under_way or bool(self.holding and self.failure is None)
 
     async def settle(self, version: str, limit: float) -> None:
-        """After a push of `version` was broken off: has the engine go on with the whole version
-        that it holds, or refuse where it holds none, or does not say within `limit` seconds. Ends
-        its lease."""
+        """Settles the engine after a push of `version` was broken off, and ends its lease. The
+        engine goes on with the whole version that it holds. It refuses if it holds none, or does
+        not answer within `limit` seconds."""
         try:
             async with asyncio.timeout(limit):
                 await self._settle(version)

@@ -88,11 +88,12 @@ class MemoryEngine:
 
     @property
     def refusal(self) -> str | None:
-        """Why it does not generate."""
+        """Why the engine does not generate; None if it does."""
         return self._gate.refusal
 
     def inject(self, point: Point, kind: Kind = "error", *, tensor: int = 0) -> None:
-        """The next call that reaches `point` fails, hangs until its deadline, or takes the process down.
+        """Makes the next call that reaches `point` fail, hang until its deadline, or take the
+        process down.
 
         `tensor` is the index of the tensor at which the last worker's loader fails, for the point "tensor". Raises `ConfigError` for a
         point or a kind that is not there.
@@ -106,7 +107,7 @@ class MemoryEngine:
             self.faults[point] = kind
 
     def restart(self, checkpoint: Mapping[str, torch.Tensor]) -> MemoryEngine:
-        """A new process of the same engine, with the weights that it starts from."""
+        """Makes a new engine of the same name and size that starts from `checkpoint`."""
         return MemoryEngine(checkpoint, tp=len(self.hosts), name=self.name)
 
     def generate(self, prompt: Sequence[int], max_tokens: int, *, adapter: int = 0) -> list[int]:
@@ -160,7 +161,8 @@ class MemoryEngine:
         self.version = version
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Numbers that stand for log-probabilities: they depend on the weights, and on nothing that a trainer could compute."""
+        """Returns numbers in the place of log-probabilities. They depend on the weights, and no
+        trainer can compute them."""
         return [-(1 + (self.fingerprint() >> shift % 48) % 1000 / 1000) for shift in token_ids[1:]]
 
     async def refuse(self, reason: str | None) -> None:

@@ -41,8 +41,9 @@ class KVCacheInfo(Struct, frozen=True):
 
     @property
     def samples(self) -> int:
-        """How many samples an actor takes: as fit, but no more than twice what runs at once, so that those that wait for a tool leave no
-        place empty, and prompts stay with whoever has time for them."""
+        """How many samples an actor takes at a time. All must fit, and they are at most twice
+        those of one step: while some wait for a tool, no place is empty, and prompts stay with
+        whoever has time for them."""
         return max(1, min(int(self.concurrency), 2 * self.max_num_seqs))
 
 
@@ -75,25 +76,27 @@ class Serving(Protocol):
     dims: ModelDims
 
     async def generate(self, token_ids: Sequence[int], sampling: dict[str, Any], request_id: str, salt: str | None) -> Sampled:
-        """Samples one request. `sampling`: as `Sampling.vllm_kwargs` makes it. `salt`: requests share cached prefixes with equal ones.
+        """Samples one request. sampling: as `Sampling.vllm_kwargs` makes it. salt: only requests
+        with the same salt share cached prefixes.
 
         Cancelled, it stops working on it. Raises `EngineLost` where a process of the engine is gone.
         """
 
     async def abort(self, request_id: str) -> None:
-        """Makes `generate` answer with what it has."""
+        """Makes `generate` answer with the tokens that it has."""
 
     async def collective_rpc(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        """What a method of the workers' own extension returns, one answer per worker."""
+        """Calls a method of the workers' own extension. Returns one result per worker."""
 
     async def reset_prefix_cache(self) -> bool:
-        """Whether it is empty now: blocks that running requests use stay."""
+        """Empties the prefix cache. Returns whether it is empty now: blocks that running
+        requests use stay."""
 
     async def check(self) -> None:
-        """Raises `EngineLost` where the engine cannot go on."""
+        """Raises `EngineLost` if the engine cannot go on."""
 
     async def serve(self, sock: socket.socket) -> None:
-        """Answers OpenAI's HTTP interface on a socket that listens, until it is cancelled."""
+        """Serves OpenAI's HTTP interface on a listening socket until it is cancelled."""
 
     async def aclose(self) -> None:
         """Ends the engine's processes."""

@@ -26,7 +26,7 @@ class Silent:
         self._answered: set[int] = set()
 
     def ask(self, members: Sequence[Member]) -> None:
-        """Begins to ask those that have not answered, and that are not being asked already."""
+        """Begins to ask those members that have not answered and are not being asked already."""
         for member in members:
             thread, key = self._asking.get(id(member)), id(member)
             if key not in self._answered and (thread is None or not thread.is_alive()):

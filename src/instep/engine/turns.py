@@ -35,7 +35,8 @@ class Turns:
 
     @asynccontextmanager
     async def commit(self, session: str, check: Callable[[], None]) -> AsyncIterator[None]:
-        """check: raises where the engine is not as a commit needs it, and goes on being so."""
+        """Holds a turn to begin a commit, and counts the commit as running until this ends.
+        check: raises if the engine is not in the state that a commit needs."""
         async with self.change(beside_commit=True):
             check()
             self.committing.add(session)
@@ -45,7 +46,8 @@ class Turns:
             self.committing.discard(session)
 
     def call_off(self, session: str) -> None:
-        """All workers have answered this trainer's abort: they take no commit from before it."""
+        """Forgets this trainer's commit: all workers have answered its abort, and take no commit
+        from before it."""
         self.committing.discard(session)
 
 

@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 async def bounded(call: Coroutine[Any, Any, T], within: float) -> T:
-    """Its result. Raises `TimeoutError` after `within` seconds, also where it ignores that it is cancelled, and for no other reason."""
+    """Returns the call's result. Raises `TimeoutError` after `within` seconds, even if the call
+    ignores its cancellation, and for no other reason."""
     task = asyncio.ensure_future(contained(call))
     try:
         done, _ = await asyncio.wait({task}, timeout=within)
@@ -27,7 +28,8 @@ async def bounded(call: Coroutine[Any, Any, T], within: float) -> T:
 
 
 async def contained(call: Coroutine[Any, Any, T]) -> T:
-    """Its result. What would end the event loop, such as `SystemExit`, is raised as a `RuntimeError`."""
+    """Returns the call's result. An exception that would end the event loop, such as
+    `SystemExit`, is raised as a `RuntimeError`."""
     try:
         return await call
     except (Exception, asyncio.CancelledError):
@@ -39,7 +41,7 @@ async def contained(call: Coroutine[Any, Any, T]) -> T:
 
 
 def is_for_us(error: BaseException) -> bool:
-    """Whether it ends the running task or this process, and not what the task called."""
+    """Whether an error ends the running task or this process, and not only what the task called."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
@@ -47,7 +49,8 @@ def is_for_us(error: BaseException) -> bool:
 
 
 def _result(task: asyncio.Future[T]) -> T:
-    """Of a task that is done. What it raised to end a wait of its own must not be taken for the end of ours."""
+    """Returns the result of a task that is done. Its own `TimeoutError` or cancellation is
+    raised as a `RuntimeError`: the caller would take it for its own."""
     if task.cancelled():
         raise RuntimeError("it was cancelled, though nobody who waits for it was")
     error = task.exception()
@@ -57,14 +60,15 @@ def _result(task: asyncio.Future[T]) -> T:
 
 
 def abandon(task: asyncio.Future[Any]) -> None:
-    """Cancels a task that is not done, and does not wait for it: it may take its time. Nobody is told what it raises."""
+    """Cancels a task that is not done, and does not wait for its end. Its exception is dropped."""
     if not task.done():
         task.cancel()
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 async def unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> bool:
-    """Waits, and gives up where `stop` is set, which gives False."""
+    """Waits for a coroutine, but no longer than until `stop` is set. Returns False if `stop` is
+    set."""
     task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -90,7 +94,8 @@ class Interrupt:
         return self.aborted.is_set() or self.left == 0
 
     async def before(self, task: asyncio.Future[Any]) -> bool:
-        """Waits until the task is done, which gives True, or until it is interrupted."""
+        """Waits until the task is done or the wait is interrupted. Returns whether the task is
+        done."""
         waiting = asyncio.ensure_future(self.aborted.wait())
         try:
             await asyncio.wait({task, waiting}, timeout=self.left, return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +106,8 @@ class Interrupt:
 
 @asynccontextmanager
 async def held(manager: AbstractAsyncContextManager[T], within: float) -> AsyncIterator[T]:
-    """Enters and leaves it in a task of its own, which is left behind where either takes longer than `within` seconds.
+    """Enters and leaves a context manager in a task of its own, which is left behind if either
+    takes longer than `within` seconds.
 
     Raises `TimeoutError` then, also where it ignores that it is cancelled.
     """
@@ -136,7 +142,8 @@ async def held(manager: AbstractAsyncContextManager[T], within: float) -> AsyncI
 
 
 class Turnstile:
-    """Lets `at_once` through at a time, in the order in which they came, on whichever event loop each is."""
+    """Lets `at_once` callers through at a time, in the order in which they came. They may be on
+    different event loops."""
 
     def __init__(self, at_once: int) -> None:
         self.at_once = self._free = at_once

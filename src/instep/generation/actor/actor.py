@@ -154,8 +154,8 @@ class LLMActor(Follower):
     # Prompts
 
     def submit(self, request: Any) -> Future[Any]:
-        """A prompt's samples, past the queues: a `GenerationResult` for a `PromptRequest`, each Open Instruct's or ours. Cancelling the
-        future drops them.
+        """Answers a prompt past the queues. A `PromptRequest` gives a `GenerationResult`, each
+        either Open Instruct's or ours. Cancelling the future drops the prompt's samples.
 
         Raises `GenerationError` where the actor has failed or is closed. The future raises `ConfigError` for a prompt that asks for a tool
         or a verifier that is not there or that the engine does not take, and what the engine raised where it cannot go on.
@@ -164,26 +164,28 @@ class LLMActor(Follower):
         return self._background.submit(self._work.submitted(request))
 
     async def generate(self, request: Any) -> Any:
-        """`submit` for asyncio."""
+        """Does what `submit` does, for asyncio."""
         return await asyncio.wrap_future(self.submit(request))
 
     def cancel(self, prompt: PromptId) -> bool:
-        """Ends a prompt's samples now, with what they have and the finish reason `abort`. False where it is not under way."""
+        """Ends a prompt's samples now, with the tokens they have and the finish reason `abort`.
+        Returns False if the prompt is not under way."""
         return self._control(self._work.cancel(prompt))
 
     # What it is, and how it is
 
     def ready(self) -> bool:
-        """Raises `GenerationError` where it has failed."""
+        """Returns True. Raises `GenerationError` if the actor has failed."""
         self._background.check()
         return True
 
     def check_background_threads(self) -> None:
-        """Raises `GenerationError` where anything in the background has failed, its cause the error itself."""
+        """Raises `GenerationError` if anything in the background has failed. The error itself is
+        its cause."""
         self._background.check()
 
     def works(self) -> bool:
-        """Whether it has neither failed nor been stopped."""
+        """Whether the actor has neither failed nor been stopped."""
         return self._background.failure is None and not self._background.closed
 
     def status(self) -> ActorStatus:
@@ -193,20 +195,22 @@ class LLMActor(Follower):
         return self._started().kv_cache
 
     def get_kv_cache_info(self) -> int:
-        """How many samples of the longest context the KV cache holds."""
+        """Returns how many samples of the longest context fit into the KV cache."""
         return max(1, int(self.kv_cache_info().concurrency))
 
     def get_model_dims(self) -> ModelDims:
         return self._started().dims
 
     def reset_prefix_cache(self) -> bool:
-        """Whether it is empty now: what running requests use stays."""
+        """Empties the prefix cache. Returns whether it is empty now: blocks that running
+        requests use stay."""
         return self._control(self._started().reset_prefix_cache())
 
     # The end
 
     def stop(self, *, drain: bool = True, timeout: float = 60.0) -> list[Any]:
-        """Takes no more prompts, ends those under way, hands over their results, and ends the engine. May be repeated.
+        """Stops taking prompts, ends those under way, hands over their results, and ends the
+        engine. May be repeated.
 
         drain: let them end by themselves, no longer than `timeout` seconds.
         Returns the prompts that were not answered, for whoever wants to give them to another actor.
@@ -234,7 +238,8 @@ class LLMActor(Follower):
 
 
 def check_queues(prompt_queue: Any, results_queue: Any, eval_results_queue: Any, actor_manager: Any) -> None:
-    """Raises `ConfigError` for what is no queue or no manager, and for prompts without a way back."""
+    """Raises `ConfigError` for an object that is no queue or no manager, and for a prompt queue
+    without a results queue."""
     if prompt_queue is not None and results_queue is None:
         raise ConfigError("prompts come by a queue, but there is no results_queue for what is made of them")
     uses = (

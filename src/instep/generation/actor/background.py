@@ -17,9 +17,8 @@ T = TypeVar("T")
 
 
 class Background:
-    """
-    on_failure: called on the loop when `failure` is set, once.
-    """
+    """Runs coroutines on an event loop in a thread of its own. on_failure: called on that loop,
+    once, when `failure` is set."""
 
     def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
         self.name = name
@@ -36,7 +35,7 @@ class Background:
         self.loop.run_forever()
 
     def check(self) -> None:
-        """Raises the first error of a task, or because the loop has ended."""
+        """Raises `GenerationError` if a task has failed or the loop has ended."""
         if self.failure is not None:
             raise GenerationError(
                 f"{self.name} has failed: {type(self.failure).__name__}: {self.failure}",
@@ -46,7 +45,8 @@ class Background:
             raise GenerationError(f"{self.name} is closed", next_step="make a new actor")
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """On the loop: a task that nobody waits for. What it raises is the failure of everything."""
+        """Starts a task that nobody waits for. Call this on the loop. An error of the task
+        becomes `failure`."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -63,11 +63,12 @@ class Background:
             self._on_failure()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """From any thread."""
+        """Schedules the coroutine on the loop. May be called from any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Its result. Raises `TimeoutError` after `timeout` seconds; it is cancelled then."""
+        """Returns the coroutine's result. After `timeout` seconds it is cancelled, and
+        `TimeoutError` raised."""
         future = self.submit(coroutine)
         try:
             return future.result(timeout)
@@ -75,7 +76,7 @@ class Background:
             future.cancel()
 
     async def aside(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, on whichever loop the caller is."""
+        """Returns the coroutine's result to a caller on any event loop."""
         return await asyncio.wrap_future(self.submit(coroutine))
 
     def close(self, timeout: float) -> None:
@@ -89,7 +90,8 @@ class Background:
         self._thread.join(timeout)
 
     async def _cancel(self) -> None:
-        """Calls from other threads too: nobody waits for an answer from a loop that has stopped."""
+        """Cancels all tasks, calls from other threads included: once the loop has stopped, their
+        callers would get no answer."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

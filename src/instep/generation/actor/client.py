@@ -25,7 +25,8 @@ class Gate:
         self._empty.set()
 
     async def enter(self, id: RequestId) -> bool:
-        """Waits until it is open. False where the turn was turned away meanwhile; otherwise `leave` must follow."""
+        """Waits until the gate is open. Returns False if the turn was turned away meanwhile;
+        otherwise `leave` must follow."""
         while self.closed:
             self._waiting[id] = asyncio.get_running_loop().create_future()
             try:
@@ -43,14 +44,14 @@ class Gate:
             self._empty.set()
 
     def turn_away(self, id: RequestId) -> bool:
-        """Whether it was waiting here."""
+        """Turns away the turn `id`. Returns whether that turn was waiting here."""
         return self._answer(id, False)
 
     def close(self, reason: str) -> None:
         self.closed.add(reason)
 
     async def empty(self) -> None:
-        """Waits until nothing is inside."""
+        """Waits until no turn is inside."""
         await self._empty.wait()
 
     def open(self, reason: str) -> None:

@@ -1,4 +1,5 @@
-"""The half of an actor that follows a trainer: a `WeightSync`, or one that sends tensors one at a time with Open Instruct's names."""
+"""The half of an actor that takes weights: from a `WeightSync`, or from a trainer that sends
+tensors one at a time under Open Instruct's method names."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def _committed(statuses: Sequence[Any]) -> bool:
 
 
 class Update:
-    """The names of an update, and of the one before: in them the last one of the next is known before it comes."""
+    """Records the tensor names of this update and of the one before, which tell the next
+    update's last tensor before it comes."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -75,12 +77,14 @@ class Follower:
         return await self._aside(lambda serving: serving.weights.score(token_ids))
 
     async def refuse(self, reason: str | None) -> None:
-        """Turns that have not begun wait until it is mended; those under way end with `abort`."""
+        """Makes turns that have not begun wait until the engine is mended, and ends those under
+        way with `abort`."""
         await self._aside(lambda serving: self._refuse(serving, reason))
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
-        """See `fused_commit.FusedCommit`. Where the engine can do that itself, the push does not wait
-        for its first step with the new weights. A drain comes before the pause: step by step then."""
+        """See `fused_commit.FusedCommit`. An engine that can commit at once does so, and the
+        push does not wait for the first step with the new weights. Where the actor drains before
+        a pause, the commit goes step by step."""
         engine = self._started().weights
         if self.inflight_updates and isinstance(engine, FusedCommit):
             answers = await self._aside(lambda _: self._commit_at_once(engine, payload, caches, version))
@@ -89,7 +93,7 @@ class Follower:
         return await step_by_step(self, payload, caches, version)
 
     async def _commit_at_once(self, engine: FusedCommit, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
-        """Goes on to its end where it is cancelled: the engine does too."""
+        """Runs the commit to its end even if this call is cancelled, as the engine does."""
 
         async def commit() -> list[bytes] | None:
             gate.close("commit")  # no turn begins with the old label once the engine has the new weights
@@ -118,21 +122,22 @@ class Follower:
         use_ray: bool = False,
         timeout_minutes: float = MINUTES,
     ) -> list[Status]:
-        """The workers join the trainer's group, as ranks `rank_offset` and following."""
+        """Has the workers join the trainer's group, with ranks from `rank_offset` on."""
         arguments = (master_address, master_port, rank_offset, world_size, group_name, backend, use_ray, timeout_minutes)
         self._update = Update()  # another trainer may send in another order
         joining = self._started().collective_rpc("init_process_group", arguments)
         return self._background.run(joining, timeout_minutes * 60 + CONTROL)
 
     def update_weight(self, name: str, dtype: Any, shape: Sequence[int], empty_cache: bool | None = None) -> list[Status]:
-        """One tensor, from rank 0's broadcast. empty_cache: whether it is the last one, with which all of them are committed; left out,
-        the end of an update is seen."""
+        """Receives one tensor from rank 0's broadcast. empty_cache: whether this tensor is the
+        last one, with which all of them are committed. If None, the actor recognises the end of
+        an update by itself."""
         return self._bring("update_weight", (name, dtype, list(shape)), empty_cache)
 
     def update_weight_cuda_ipc(
         self, name: str, dtype: Any, shape: Sequence[int], ipc_handles: Any = None, empty_cache: bool | None = None
     ) -> list[Status]:
-        """One tensor, from the trainer's memory on this GPU."""
+        """Reads one tensor from the trainer's memory on this GPU."""
         return self._bring("update_weight_cuda_ipc", (name, dtype, list(shape), ipc_handles), empty_cache)
 
     def finish_update(self, version: str | None = None) -> list[Status]:
@@ -150,14 +155,16 @@ class Follower:
         return statuses
 
     async def _stage(self, serving: Serving, method: str, arguments: Sequence[Any]) -> list[Status]:
-        """A tensor that is not known to be the last. Where it was, the workers have committed between two steps, and the label follows."""
+        """Brings a tensor that is not known to be the last one. If it was the last one, the
+        workers have committed between two steps, and the label follows here."""
         statuses = await serving.collective_rpc(method, arguments)
         if _committed(statuses):
             await self._refuse(serving, await self._dirty(serving))
         return statuses
 
     async def _commit(self, serving: Serving, method: str, arguments: Sequence[Any]) -> list[Status]:
-        """Between two steps of the engine, so that no token is labelled with what it does not come from."""
+        """Commits between two steps of the engine, so that no token has the label of another
+        version."""
         await self._pause(serving, "keep")
         try:
             statuses = await serving.collective_rpc(method, arguments)
@@ -169,7 +176,8 @@ class Follower:
         return statuses
 
     async def _dirty(self, serving: Serving) -> str | None:
-        """What its workers say now. Labels the engine with the version that they hold, where they all hold a whole one."""
+        """Returns why the workers hold no whole version, or None. If all hold the same one, the
+        engine is labelled with that version."""
         answers = await serving.weights.call("status", encode(Request(0, self.name)))
         replies = [decode(answer, Reply) for answer in answers]
         versions = {reply.version for reply in replies}
@@ -188,7 +196,8 @@ class Follower:
         await serving.weights.pause(caches)
 
     async def _drain(self) -> None:
-        """The engine runs meanwhile, and what runs can end: it is paused when it is empty."""
+        """Waits until no turn is inside, while the engine goes on: it is paused when it is
+        empty."""
         gate = self._client.gate
         gate.close("update")
         try:
@@ -226,8 +235,8 @@ class Follower:
         return self._serving
 
     async def _in_turn(self, call: Callable[[Serving], Awaitable[T]]) -> T:
-        """One after the other, in the order in which they came: a trainer in another process that
-        has given up on a step asks for the next, while the first one still runs here."""
+        """Runs calls one after the other, in the order in which they came. A trainer in another
+        process that has given up on a step asks for the next while the first still runs here."""
 
         async def run(serving: Serving) -> T:
             async with self._turn:

@@ -42,7 +42,8 @@ class ActorManager:
         self._actors: dict[str, tuple[float, ActorStatus]] = {}
 
     def pause(self, seconds: float) -> None:
-        """No actor takes a prompt for so many seconds, or until `resume`. A trainer that dies does not leave its fleet at rest for ever."""
+        """Keeps actors from taking prompts for so many seconds, or until `resume`. The bound
+        lets a fleet go on whose trainer has died."""
         if not 0 < seconds < math.inf:
             raise ConfigError(f"seconds must be a positive number, not {seconds!r}")
         self._until = time.monotonic() + seconds
@@ -55,11 +56,12 @@ class ActorManager:
         return time.monotonic() < self._until
 
     def report(self, status: ActorStatus) -> None:
-        """An actor's own word."""
+        """Takes an actor's report of its own status."""
         self._actors[status.name] = (time.monotonic(), status)
 
     def status(self) -> dict[str, Any]:
-        """JSON types: `should_stop`, and by actor what it reported last and how many seconds ago."""
+        """Returns JSON types: `should_stop`, and for each actor its last report and how many
+        seconds ago it came."""
         now = time.monotonic()
         actors = {
             name: {**{field: getattr(status, field) for field in status.__struct_fields__}, "seconds_ago": now - when}

@@ -53,7 +53,7 @@ class Settings:
 
 @dataclass
 class Prompt:
-    """One that is under way. request: what came by the queue, where that is refused."""
+    """A prompt that is under way. request: the queue's item instead, if that item is refused."""
 
     request: Any
     task: asyncio.Task[Any]
@@ -112,7 +112,7 @@ class Work:
             self.history.append(version)
 
     async def submitted(self, item: Any) -> Any:
-        """A prompt that came by a call. Its result, in the form of whoever sent it."""
+        """Answers a prompt that came by a call. The result has the form of the prompt's sender."""
         prompt = self._enter(item)
         try:
             return give(await self._answer(prompt))
@@ -137,7 +137,7 @@ class Work:
         )  # fmt: skip
 
     async def drain(self) -> None:
-        """Takes nothing more, and waits until everything is answered and handed over."""
+        """Takes no more prompts, and waits until all are answered and handed over."""
         self.stopping.set()
         await self.pulling.wait()
         while going := {prompt.task for prompt in self.under_way.values() if not prompt.task.done()}:
@@ -157,13 +157,14 @@ class Work:
         return left
 
     def failed(self) -> None:
-        """Nothing more is begun, and nothing goes on."""
+        """Cancels the prompts under way, and begins no more."""
         self.stopping.set()
         for prompt in self.under_way.values():
             prompt.task.cancel()
 
     async def _watch(self) -> None:
-        """An engine that dies while nobody asks it anything is a failure too. The manager hears of it."""
+        """Looks whether the engine has died, also while nobody asks it anything, and reports to
+        the manager."""
         while True:
             try:
                 await self.serving.check()
@@ -193,7 +194,8 @@ class Work:
                 self.pulling.set()
 
     async def _begin(self, item: Any) -> None:
-        """A prompt that was taken while a pause began waits for its end."""
+        """Begins a prompt. One that was taken while a pause began waits for the end of the
+        pause."""
         self.unanswered.append(item)
         while not self.stopping.is_set() and await self._must_not_take():  # noqa: ASYNC110
             await asyncio.sleep(ASKED)  # nobody tells
@@ -211,7 +213,7 @@ class Work:
         return self.paused
 
     async def _handle(self, item: Any) -> None:
-        """Whatever came by the queue."""
+        """Answers an item that came by the queue."""
         try:
             prompt = self._enter(item)
         except Exception as error:
@@ -231,7 +233,7 @@ class Work:
         return None
 
     async def _refuse(self, item: Any, error: Exception) -> None:
-        """Answers what cannot be answered with its error."""
+        """Puts a result that says why this item cannot be answered."""
         logger.warning("%s: a prompt is refused: %s", self.name, told(error))
         self.refusals += 1
         self.errors += 1
@@ -280,7 +282,8 @@ class Work:
         return bound is not None and self.lag > bound and not prompt.aborted.is_set()
 
     def _enter(self, item: Any) -> Prompt:
-        """Raises `ConfigError` for what is no prompt, and for one that cannot be answered."""
+        """Notes a prompt as under way. Raises `ConfigError` for an item that is no prompt or
+        cannot be answered."""
         request = read(item)
         self.harness.check(request)
         if self.rewards is not None:
