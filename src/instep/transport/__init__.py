@@ -74,7 +74,7 @@ class Placed:
 
     @classmethod
     def of(cls, values: Placed | Iterable[tuple[str, torch.Tensor]]) -> Placed:
-        """Of what can be iterated twice."""
+        """Wraps what can be iterated twice; a `Placed` is returned as it is."""
         return values if isinstance(values, Placed) else cls(values.__iter__, values.__iter__)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,11 +85,13 @@ class Sending(Protocol):
     """What the trainer does while workers take a step of a push."""
 
     async def abort_on_failure(self, step: Awaitable[T]) -> T:
-        """Waits for a worker's step. Where it fails, the others' waits for bytes end too."""
+        """Waits for a worker's step. If the step fails, other workers stop waiting for bytes
+        too."""
 
 
 class Transport(Protocol):
-    """The trainer's side. A version is published, then workers read it while `serving` lasts, then its memory is released for another."""
+    """The trainer's side. It publishes a version, workers read the version while `serving` lasts,
+    then its memory is released for another."""
 
     late: bool
     """Whether commits begin without the digests, because workers read them by themselves or they are complete only afterwards."""
@@ -102,7 +104,8 @@ class Transport(Protocol):
         """Optional: start work for the next version of the same source, before the source is looked at."""
 
     def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
-        """Who will read the next publication, made of tensors on `device`. The reason why this transport cannot bring it, or None."""
+        """Returns the reason why this transport cannot bring the next publication, or None. The
+        publication is made of tensors on `device`; `workers` will read it."""
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
         """Makes a version available, each value cast to the dtype of its `TensorMeta`. Aliases have no value of their own.
@@ -114,13 +117,16 @@ class Transport(Protocol):
         """
 
     def serving(self, step: str) -> Any:
-        """An asynchronous context with a `Sending`, for the time in which workers take the step `prepare` or `commit`."""
+        """Returns an asynchronous context manager that yields a `Sending`. It is entered while
+        workers take the step `prepare` or `commit`."""
 
     def finish(self, published: Published) -> Published:
-        """With the digests, where they were still being taken when `publish` returned."""
+        """Returns `published` with its digests. Waits for them where they were still being computed
+        when `publish` returned."""
 
     def release_all_but(self, held: Set[str]) -> None:
-        """Engines have left every publication but those with an address in `held`: their memory may be used for the next."""
+        """Releases the memory of each publication whose address is not in `held`, for the next one.
+        Engines have left those."""
 
     def close(self) -> None: ...
 
@@ -142,9 +148,11 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """A worker, as a transport sees it. timeout: seconds that it may wait for others in one step. device: PyTorch's name.
+    """A worker, as a transport sees it.
 
-    share: (index, count): of bytes that all workers of the engine see, this one sums up part `index` of `count`.
+    timeout: seconds that it may wait for others in one step. device: PyTorch's name.
+    share: (index, count): of bytes that all workers of the engine see, this one sums up part
+    `index` of `count`.
     """
 
     incarnation: str
@@ -164,13 +172,16 @@ class Reader(ABC):
 
     @abstractmethod
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        """Do what can be done beside the engine's steps, in a thread of its own. Returns the digests of bytes that have arrived."""
+        """Does what can be done beside the engine's steps, in a thread of its own. Returns the
+        digests of bytes that have arrived."""
 
     def stop(self) -> None:  # noqa: B027  (most have nothing to stop)
-        """Nobody wants the version any more: an `arrive` that fetches by itself ends soon, with an error."""
+        """Tells that nobody wants the version any more. An `arrive` that fetches by itself ends
+        soon, with an error."""
 
     def close(self) -> bool:
-        """No view may be used afterwards. False while somebody still has one: then `close` can be called again."""
+        """Gives up the version's memory: no view may be used afterwards. Returns False while
+        somebody still has a view; then `close` can be called again."""
         return True
 
 
@@ -179,7 +190,7 @@ class Visible(Reader):
 
     @abstractmethod
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """The published bytes. Not to be written to."""
+        """Returns a view of the published bytes, which must not be written to."""
 
 
 class Remote(Reader):
@@ -193,23 +204,25 @@ class Remote(Reader):
 
     @abstractmethod
     def wait_for(self, launch: int) -> None:
-        """Wait until the trainer's own sums of a launch are complete. Nothing may be pulled before."""
+        """Waits until the trainer has computed its own sums of a launch. Nothing may be pulled
+        before."""
 
     @abstractmethod
     def told(self) -> dict[str, int]:
-        """The trainer's own sums, by tensor; none where they cannot be read."""
+        """Returns the trainer's own sums, by tensor; none where they cannot be read."""
 
     @abstractmethod
     def places(self, meta: TensorMeta) -> list[Rows]:
-        """Where the parts of a tensor are mapped in this process, in words of 8 bytes."""
+        """Returns where the parts of a tensor are mapped in this process, in words of 8 bytes."""
 
     @abstractmethod
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """A copy on the engine's own GPU, summed up on the way. The copy is under way."""
+        """Starts a copy of a tensor to the engine's own GPU, which is summed up on the way, and
+        returns it."""
 
     @abstractmethod
     def sums(self) -> dict[str, int]:
-        """The sums of all tensors that `tensor` has copied. Waits for them."""
+        """Waits for the copies that `tensor` has started and returns their sums, by tensor."""
 
 
 class Passing(Reader):
@@ -223,24 +236,26 @@ class Passing(Reader):
 
     @abstractmethod
     def begin(self) -> None:
-        """Return when every worker and the trainer take part, and the first bucket is there."""
+        """Returns when every worker and the trainer take part, and the first bucket is there."""
 
     @abstractmethod
     def each(self, *, ahead: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each bucket with its index, good until the next but one. ahead: others are under way meanwhile."""
+        """Yields each bucket with its index. A bucket is valid until the next but one. ahead: other
+        buckets may travel meanwhile."""
 
     @abstractmethod
     def told(self) -> dict[str, int]:
-        """The trainer's own sums, by tensor. They follow the last bucket."""
+        """Receives the trainer's own sums, by tensor. They follow the last bucket."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for what this worker's GPU was asked for."""
+        """Waits until this worker's GPU has done what it was asked for."""
 
 
 @lru_cache(maxsize=1)
 def host() -> str:
-    """Equal for processes that may share memory: the kernel's boot, which containers of a host share."""
+    """Returns an identifier that is equal for processes that may share memory: the kernel's boot
+    id, which all containers of a host have in common."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -249,16 +264,18 @@ def host() -> str:
 
 
 def at_rest(device: torch.device) -> None:
-    """Waits until a GPU has done what it was asked for on any stream: a copy waits for one alone."""
+    """Waits until a GPU has finished its work on all streams. A copy would wait for one stream
+    alone."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Of a GPU: the same in every process, whatever number it has there."""
+    """Returns a GPU's UUID, which is the same in every process whatever index the GPU has there.
+    None for another device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def elsewhere(workers: Sequence[Identity]) -> str | None:
-    """The reason against transports that stay on one host, or None."""
+    """Returns the reason against transports that stay on one host, or None."""
     return "an engine is on another host" if any(worker.host != host() for worker in workers) else None

@@ -17,7 +17,8 @@ from instep.transport import Placed
 
 
 def second(tensors: Sequence[TensorMeta], values: Placed) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-    """What is to be compared with the first read, each with the description of what was sent: an alias with that of what it stands for.
+    """Yields each value to compare with the first read, with the description under which it was
+    sent. An alias has the description of the tensor that it stands for.
 
     Raises `SourceError` where a value is not the one that is described, or is not given any more.
     """
@@ -34,7 +35,8 @@ def second(tensors: Sequence[TensorMeta], values: Placed) -> Iterator[tuple[Tens
 
 
 def described_as(metas: Mapping[str, TensorMeta], name: str, value: torch.Tensor | None) -> TensorMeta:
-    """The description of a value. Raises `SourceError` where there is none, or one of another shape."""
+    """Returns the description of a value. Raises `SourceError` where there is none, or one of
+    another shape."""
     meta = metas.get(name)
     if meta is None or (value is not None and tuple(value.shape) != meta.shape):
         shape = "" if value is None else f" {list(value.shape)}"
@@ -43,7 +45,8 @@ def described_as(metas: Mapping[str, TensorMeta], name: str, value: torch.Tensor
 
 
 def check(tensors: Sequence[TensorMeta], values: Placed, digests: Mapping[str, int]) -> None:
-    """digests: of what was sent. Raises `SourceError` where a second read finds other bytes."""
+    """Reads the source a second time. Raises `SourceError` where its bytes do not have the
+    `digests` of what was sent."""
     for meta, value in second(tensors, values):
         if digest(value.to(getattr(torch, meta.dtype)), meta) != digests[meta.name]:
             raise SourceError.changed(meta.name)

@@ -23,8 +23,9 @@ SKIPPED = 63
 
 @dataclass
 class _Refused:
-    """A transport whose last publication engines could not open. The reason may pass, as where a
-    process had too many files open: so it is tried again, after twice as many pushes each time."""
+    """A transport whose last publication engines could not open. The reason may pass, such as too
+    many open files in a process. So the transport is tried again, after twice as many pushes each
+    time."""
 
     reason: str
     times: int = 0
@@ -40,7 +41,8 @@ class _Refused:
 
 
 class AutoTransport:
-    """The first of its candidates that reaches every engine. They are asked from the fastest to the most general.
+    """Uses the first of its candidates that reaches every engine. Candidates are asked from the
+    fastest to the most general.
 
     only: one of them by name, or `auto`. every: the candidates, where they are others than those of a trainer in one process.
     """
@@ -53,7 +55,7 @@ class AutoTransport:
         self.used: Transport | None = None
         self.told: str | None = None
         self.against = ""
-        """What spoke against faster ones, the last time."""
+        """Why the last choice passed over faster transports."""
         self.closed = False
 
     def publish(
@@ -63,9 +65,12 @@ class AutoTransport:
         device: torch.device,
         workers: Sequence[Identity],
     ) -> Published:
-        """values: on `device`. They are read by one candidate after the other.
+        """Publishes a version by the first candidate that can bring it. values: on `device`; one
+        candidate after the other reads them.
 
-        Raises `TransportError` with every candidate's reason where none is left, `SourceError` as `Transport.publish` does."""
+        Raises `TransportError` with every candidate's reason where none is left, `SourceError` as
+        `Transport.publish` does.
+        """
         if self.closed:
             raise TransportError("the WeightSync was closed", next_step="make a new one")
         against: dict[str, str] = {}
@@ -86,7 +91,8 @@ class AutoTransport:
         raise TransportError(f"no transport reaches the engines: {_listed(against)}")
 
     def give_up(self, error: TransportError, failures: Sequence[Exception | None]) -> bool:
-        """Engines cannot open what was published last. Whether there is another candidate: the next publication takes it.
+        """Notes that engines cannot open what was published last. Returns whether there is another
+        candidate, which the next publication takes.
 
         failures: one for each engine. An engine that fails for a reason other than the transport would fail with every candidate.
         """
@@ -99,18 +105,20 @@ class AutoTransport:
         return True
 
     def reached(self) -> None:
-        """Engines have opened what was published last."""
+        """Notes that engines have opened what was published last."""
         self.refused.pop(self._used(), None)
 
     def _used(self) -> str:
         return next(name for name, candidate in self.candidates.items() if candidate is self.used)
 
     def use(self, name: str) -> None:
-        """Workers are about to read what this one has published, last or earlier."""
+        """Chooses the candidate whose publication workers are about to read, be it the last one or
+        an earlier one."""
         self.used = self.candidates[name]
 
     def begin(self) -> None:
-        """Another push begins."""
+        """Begins another push. Candidates that engines refused are left out of it or tried
+        again."""
         self.left_out = {name for name, refused in self.refused.items() if refused.skipped}
         for name in self.left_out:
             self.refused[name].skipped -= 1

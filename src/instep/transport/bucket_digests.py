@@ -23,17 +23,21 @@ HELD = 512 << 20  # bytes of values that may have been made, kept until they hav
 
 class Tally(Protocol):
     def add(self, index: int, bucket: torch.Tensor) -> None:
-        """Bucket `index` is complete: a flat tensor of bytes, laid out as `plan.buckets.pieces` says, zeros between tensors."""
+        """Sums up bucket `index`, which is complete: a flat tensor of bytes, laid out as
+        `plan.buckets.pieces` says, with zeros between tensors."""
 
     def told(self) -> torch.Tensor | None:
-        """When every bucket was added: the sums without seeds, for whoever got the buckets. None where they are told otherwise."""
+        """Returns the sums without seeds, for the workers, after every bucket was added. None where
+        workers get them in another way."""
 
     def result(self) -> Result:
-        """When every bucket was added. Digest of each tensor by name; names of those that are not finite."""
+        """Returns the digest of each tensor by name, and the names of tensors that are not finite,
+        after every bucket was added."""
 
 
 class HostTally:
-    """flags: whether numbers that are not finite are looked for."""
+    """Computes digests of buckets in host memory. flags: whether to look for numbers that are not
+    finite."""
 
     def __init__(self, tensors: Sequence[TensorMeta], limit: int, *, flags: bool) -> None:
         self.own = [meta for meta in tensors if not meta.alias_of]
@@ -58,7 +62,8 @@ class HostTally:
 
 
 class DeviceTally:
-    """The same on a GPU, where it fills buckets too. rooms: where the buckets lie, in turn.
+    """Computes digests of buckets on a GPU, and fills the buckets too. rooms: where the buckets
+    lie, in turn.
 
     Tables are made before anything is sent or after all of it: bringing one to the GPU waits for what the current stream waits for, such as
     a peer that has died. So what lies where the version before lay is moved and summed up by one launch for each bucket; the rest is
@@ -81,12 +86,13 @@ class DeviceTally:
         self.board = torch.zeros(2 * len(self.own), dtype=torch.int64, device=rooms[0].device)  # sums, then how many flags there are
 
     def begin(self) -> None:
-        """Another version."""
+        """Begins another version."""
         self.found, self.used, self.packed = {}, {}, None
         self.board.zero_()
 
     def pack(self, values: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """As `pack`. What does not stay is copied before the next value is asked for."""
+        """Fills buckets as the function `pack` does. A value whose memory the source may reuse is
+        copied before the next value is asked for."""
         if values.place is not None and values.place == self.place:
             yield from self._pack_again(room)
             self.packed = values.place
@@ -114,7 +120,7 @@ class DeviceTally:
         self.packed = values.place if len(self.found) == len(self.own) else None
 
     def _pack_again(self, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Of tensors that all lie where they lay none is looked at."""
+        """Fills the buckets without looking at any tensor, because all lie where they lay."""
         self.found, self.used = self.places, dict(enumerate(self.moved))
         for index, tables in enumerate(self.moved):
             bucket = room(index, self.sizes[index])
@@ -140,7 +146,8 @@ class DeviceTally:
         return self.board[: len(self.own)]
 
     def result(self) -> Result:
-        """And makes the tables for the next version, if something lies elsewhere."""
+        """Returns what `Tally.result` says. Makes new tables for the next version if a tensor has
+        moved."""
         found = _result(self.own, self.board)
         if self.found != self.places:
             self.places = self.found
@@ -154,7 +161,8 @@ class DeviceTally:
         return [self._table(index, some, places) for some, places in ((lie, self.places), (rest, {})) if some]
 
     def _table(self, index: int, here: Sequence[Piece], places: Mapping[str, int]) -> Table:
-        """Sums up pieces of a bucket: where they are in it or, where `places` are given, on their way from there."""
+        """Makes the table that sums up pieces of a bucket. The pieces are read in the bucket or,
+        where `places` are given, while they are copied from there."""
         room = self.rooms[index % len(self.rooms)]
         runs = []
         for piece in here:
@@ -165,7 +173,8 @@ class DeviceTally:
 
 
 class First:
-    """The first read of a version on a GPU: sums of a source's tensors where they lie, taken before any of them is sent."""
+    """The first read of a version on a GPU. It sums up a source's tensors where they lie, before
+    any of them is sent."""
 
     def __init__(self, tensors: Sequence[TensorMeta], device: torch.device) -> None:
         self.tensors, self.device = tensors, device
@@ -175,7 +184,7 @@ class First:
         self.tables: list[tuple[list[int], Table]] = []  # each with the addresses that it reads
 
     def take(self, values: Placed) -> None:
-        """It is under way. Tensors that lie where they lay are not listed anew."""
+        """Starts the first read. Tensors that lie where they lay are not listed anew."""
         if values.place is not None and values.place == self.place:
             for _, table in self.tables:
                 table.launch()
@@ -194,11 +203,11 @@ class First:
         self.place = values.place if in_place else None
 
     def told(self) -> torch.Tensor:
-        """The sums without seeds. It does not wait."""
+        """Returns the sums without seeds. Does not wait for the GPU."""
         return self._board()[: len(self.own)]
 
     def result(self) -> Result:
-        """Waits. As of a tally."""
+        """Waits for the GPU and returns what `Tally.result` says."""
         return _result(self.own, self._board())
 
     def _board(self) -> torch.Tensor:
@@ -215,14 +224,16 @@ class First:
 
 
 def _result(own: Sequence[TensorMeta], board: torch.Tensor) -> Result:
-    """board: sums without seeds, then how many flags there are."""
+    """Turns a board of sums into digests and names. board: sums without seeds, then the count of
+    flags of each tensor."""
     sums, flags = (part.tolist() for part in board.cpu().chunk(2))
     digests = {meta.name: (seed_of(meta) + total) & MASK for meta, total in zip(own, sums, strict=True)}
     return digests, tuple(meta.name for meta, flag in zip(own, flags, strict=True) if flag)
 
 
 def sums_of(digests: Mapping[str, int], tensors: Sequence[TensorMeta], device: torch.device) -> torch.Tensor:
-    """Digests as a tally tells them: without seeds. What has none gets a sum that is as good as any other."""
+    """Returns digests as sums without seeds, as a tally tells them. A tensor without a digest gets
+    an arbitrary sum."""
     own = [meta for meta in tensors if not meta.alias_of]
     sums = np.array([(digests.get(meta.name, 0) - seed_of(meta)) & MASK for meta in own], np.uint64)
     return torch.from_numpy(sums.view(np.int64)).to(device)
@@ -255,7 +266,7 @@ def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callab
 
 
 def described(tensors: Iterable[TensorMeta], values: Values) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-    """The values of a source, each with its description. tensors: those that are no aliases.
+    """Yields the values of a source, each with its description. tensors: those that are no aliases.
 
     Raises `SourceError` where a value is another than the one that is described, and where there are more.
     """
@@ -270,12 +281,13 @@ def described(tensors: Iterable[TensorMeta], values: Values) -> Iterator[tuple[T
 
 
 def in_bytes(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
-    """Cast to the dtype of its description, flat."""
+    """Returns a value cast to the dtype of its description, as a flat tensor of bytes."""
     return value.to(getattr(torch, meta.dtype)).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _put(bucket: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:
-    """And zeros up to the next whole word, which its digest counts."""
+    """Copies a piece into a bucket, then zeros up to the next whole word, because the digest counts
+    whole words."""
     end = piece.at + piece.stop - piece.start
     bucket[piece.at : end].copy_(data[piece.start : piece.stop])
     if end % 8:

@@ -74,7 +74,8 @@ class _Copy:
             self._compare_on(device, found)
 
     def _compare_on(self, device: torch.device, found: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
-        """By sums that a GPU takes: to bring the bytes here once more takes many times as long."""
+        """Compares tensors with their copies by sums that the GPU takes. Copying the bytes to the
+        host once more takes many times as long."""
         runs = [in_one(value.data_ptr(), meta, slot) for slot, (meta, value) in enumerate(found)]
         table = Table(runs, len(runs), device, copy=False)
         table.launch()
@@ -92,7 +93,8 @@ class _Copy:
         return self.view[at : at + padded(meta.nbytes)]
 
     def _strips(self, meta: TensorMeta, value: torch.Tensor) -> Iterator[_Strip]:
-        """What cannot be copied as it is, is cast, gathered from strides or fetched from a device here, in one pass."""
+        """Yields the strips of a value. A value that cannot be copied as it lies is cast, made
+        contiguous or fetched from its device here, in one pass."""
         data, room = _in_place(meta, value), self._room(meta)
         if data is None:
             torch.from_numpy(room[: meta.nbytes]).view(getattr(torch, meta.dtype)).view(meta.shape).copy_(value)
@@ -105,7 +107,8 @@ class _Copy:
         return _Strip(meta, low, low + size, data)
 
     def _take(self, strips: Sequence[_Strip]) -> None:
-        """Copies what is given, and sums all of it up at once: strips follow each other, and are of one dtype."""
+        """Copies strips that have data and sums up all of them at once. The strips follow each
+        other and have one dtype."""
         for strip in strips:
             if strip.data is not None:
                 end = strip.low + strip.data.size
@@ -124,7 +127,8 @@ class _Copy:
 
 
 class _Strip(NamedTuple):
-    """Bytes `low` to `high` of the run, which belong to one tensor, and what they are to be; None where they are that already."""
+    """Bytes `low` to `high` of the run, which belong to one tensor. data: what to copy there; None
+    where the bytes are there already."""
 
     meta: TensorMeta
     low: int
@@ -133,9 +137,10 @@ class _Strip(NamedTuple):
 
 
 class _Jobs:
-    """Has strips dealt with by other threads: many small ones that follow each other in one job.
+    """Lets other threads process strips. Many small strips that follow each other make one job.
 
-    together: whether a source leaves its values alone while others are asked for. However the block ends, no job runs afterwards.
+    together: whether a source leaves its values alone while others are asked for. However the block
+    ends, no job runs afterwards.
     """
 
     def __init__(self, start: Callable[[Sequence[_Strip]], Future[None]], *, together: bool) -> None:
@@ -178,14 +183,15 @@ class _Jobs:
 
 
 def _in_place(meta: TensorMeta, value: torch.Tensor) -> Bytes | None:
-    """The value's own bytes where they can be copied as they are."""
+    """Returns the value's own bytes if they can be copied as they lie, or None."""
     if value.dtype == getattr(torch, meta.dtype) and value.is_contiguous() and value.device.type == "cpu":
         return value.reshape(-1).view(torch.uint8).numpy()
     return None
 
 
 def _pieces(meta: TensorMeta, value: torch.Tensor) -> Iterator[tuple[int, Bytes]]:
-    """A value's bytes as they are sent, with where they begin. What has to be made for that is made in pieces."""
+    """Yields a value's bytes as they are sent, each piece with its offset. What has to be cast or
+    moved is done piece by piece."""
     data = _in_place(meta, value)
     if data is not None:
         yield from ((at, data[at : at + CHUNK]) for at in range(0, data.size, CHUNK))

@@ -28,12 +28,14 @@ QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING":
 
 
 def both_ends(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the other processes of a group need of a trainer's environment."""
+    """Returns the variables of a trainer's environment that the other processes of a group need
+    too."""
     return {CUMEM: environment[CUMEM]} if CUMEM in environment else {}
 
 
 class Group:
-    """Rank `rank` of `size`. The constructor returns when all have come, or raises `TransportError` after `timeout` seconds.
+    """Rank `rank` of a private group of `size`. The constructor returns when every rank has joined,
+    or raises `TransportError` after `timeout` seconds.
 
     backend: `nccl` with tensors on `device`, or `gloo` with tensors in host memory.
     key: separates groups that share a store.
@@ -71,7 +73,7 @@ class Group:
             raise self.end("cannot form the group" + self._differences(), error) from error
 
     def _differences(self) -> str:
-        """What may be why ranks cannot be connected."""
+        """Returns a likely reason why ranks cannot be connected, or an empty text."""
         if self.backend != "nccl":
             return ""
         with suppress(Exception):  # the store may be gone: why it could not be formed is told without this
@@ -81,7 +83,8 @@ class Group:
         return ""
 
     def meet(self, place: str) -> None:
-        """Waits until every rank is here. A broadcast is no such wait: its data runs ahead of ranks that have not come.
+        """Waits until every rank has come here. A broadcast is no such wait: its data may arrive
+        before other ranks have come.
 
         place: a name that is used once. The first rank gives up after half of the time, so that the others hear it within theirs.
         Each rank leaves one key, that of the last place.
@@ -100,20 +103,22 @@ class Group:
         self._met = f"{place} {self.rank}"
 
     def begin(self, timeout: float) -> None:
-        """The deadline of everything that follows."""
+        """Sets the deadline of everything that follows."""
         self.started, self.timeout = time.monotonic(), timeout
 
     def over(self) -> bool:
         return time.monotonic() - self.started > self.timeout
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
-        """Starts to send `tensor` (contiguous) from `root` into everybody else's. To be waited for, in the order of the calls."""
+        """Starts to send `tensor` (contiguous) from `root` to every other rank. Returns the `Work`;
+        callers wait for each one in the order of the calls."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
         return self._whole().broadcast([tensor], options)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM) -> Any:
-        """Starts to combine every rank's `tensor` (contiguous), into all of them. To be waited for, like the following two."""
+        """Starts to combine every rank's `tensor` (contiguous) into all of them. Returns the
+        `Work`; so do `send` and `recv`."""
         options = AllreduceOptions()
         options.reduceOp, options.asyncOp = op, True
         return self._whole().allreduce([tensor], options)
@@ -133,7 +138,8 @@ class Group:
         return self._group
 
     def wait(self, work: Any) -> None:
-        """Until a collective is done; on a GPU until whatever the current stream does next comes after it."""
+        """Waits until a collective is done. On a GPU it makes the current stream wait for the
+        collective."""
         if self.device.type != "cuda":
             self._until(work.is_completed)
         try:
@@ -144,7 +150,8 @@ class Group:
             raise self.end("a peer failed", error) from error
 
     def mark(self) -> Callable[[], bool]:
-        """Tells whether the device has done everything that was asked of the current stream until now."""
+        """Returns a function that tells whether the device has finished the work that is in the
+        current stream now."""
         if self.device.type != "cuda":
             return lambda: True
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -152,7 +159,8 @@ class Group:
         return done.query
 
     def settle(self, mark: Callable[[], bool] | None = None) -> None:
-        """Until the device has done everything that was asked of the current stream, before `mark` where one is given."""
+        """Waits until the device has finished the work in the current stream, or the work before
+        `mark` where one is given."""
         self._until(mark or self.mark())
 
     def _until(self, done: Any) -> None:
@@ -178,20 +186,21 @@ class Group:
             raise TransportError(f"{self.backend} group: another rank gave up: {gave_up}")
 
     def give_up(self, reason: str) -> None:
-        """Ends every rank's waits. May be called from another thread."""
+        """Ends the waits of every rank. May be called from another thread."""
         if self.broken is None:
             self.broken = reason
             tell(self.store, reason)
 
     def close(self) -> None:
-        """A Gloo collective that is still running cannot be ended: it keeps its memory until its own deadline, in a thread."""
+        """Leaves the group. A Gloo collective that is still running cannot be ended: a thread keeps
+        its memory until its own deadline."""
         self.broken = self.broken or "it was closed"
         ending = threading.Thread(target=_abort, args=[[vars(self).pop("_group", None)]], daemon=True)
         ending.start()
         ending.join(1.0)  # a process that ends while NCCL is being torn down crashes
 
     def end(self, what: str, error: BaseException) -> TransportError:
-        """Ends every rank's waits. The error to raise."""
+        """Ends the waits of every rank and returns the error to raise."""
         if isinstance(error, TransportError) and self.broken:
             return error  # told already
         text = f"{self.backend} group, rank {self.rank} of {self.size}: {what}: {first_line(error)}"
@@ -201,7 +210,8 @@ class Group:
 
 
 class _InThread:
-    """Gloo's sends between two ranks do not tell that they are done: somebody must wait for them."""
+    """Waits for a Gloo send or receive in a thread, because Gloo does not tell when those are
+    done."""
 
     def __init__(self, work: Any, timeout: float) -> None:
         self.error: Exception | None = None
@@ -223,7 +233,8 @@ class _InThread:
 
 
 def _abort(groups: list[Any]) -> None:
-    """Gloo joins its threads when the last reference goes: hence a list, to let it go here."""
+    """Aborts a group. Gloo joins its threads when the last reference goes: hence a list, so that it
+    goes here."""
     with suppress(Exception):
         groups[0].abort()
     groups.clear()
@@ -252,7 +263,7 @@ BACKENDS = {"gloo": _gloo, "nccl": _nccl}
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables that hold within it, for what can be told through them alone."""
+    """Sets environment variables within its block, for what NCCL reads from them alone."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -19,7 +19,7 @@ from instep.transport import Visible, WorkerContext
 
 
 class Mapped(Visible):
-    """The part of a reader that follows from having the bytes."""
+    """A reader of bytes that are mapped into the worker's address space."""
 
     def __init__(self, manifest: Manifest, file: int) -> None:
         location = manifest.location
@@ -50,7 +50,8 @@ class Mapped(Visible):
 
 
 class Staged(Mapped):
-    """A version that is brought into memory of the worker's own. room: that memory, until all is there."""
+    """A version that is brought into the worker's own memory. room: that memory, until all bytes
+    are there."""
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         self.location, self.me, self.tensors = manifest.location, me, manifest.tensors

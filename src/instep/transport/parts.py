@@ -20,11 +20,12 @@ class Part(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Of its first element."""
+        """The address of the part's first element."""
         return self.memory.data_ptr() + ITEM_BYTES[self.meta.dtype] * self.piece.source
 
     def readable(self, device: torch.device) -> bool:
-        """Whether others can read it where it lies: on this GPU, in the dtype to send, in whole words of 8 bytes."""
+        """Tells whether others can read the part where it lies: on this GPU, in the dtype to send,
+        in whole words of 8 bytes."""
         memory, piece, size = self.memory, self.piece, ITEM_BYTES[self.meta.dtype]
         if memory.device != device or dtype_name(memory.dtype) != self.meta.dtype or self.address % 8:
             return False
@@ -32,10 +33,11 @@ class Part(NamedTuple):
 
 
 def whole(meta: TensorMeta, memory: torch.Tensor) -> Part:
-    """All of a tensor, at the beginning of `memory`. Its last word may reach beyond it, if there are zeros."""
+    """Returns a part that is all of a tensor, at the beginning of `memory`. Readers may read past
+    its end up to a whole word, so zeros must follow there."""
     return Part(meta, memory, Piece(meta.name, meta.name, 1, meta.numel, 0, meta.numel, 0, meta.numel))
 
 
 def place_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for as long as a tensor lies where it lay."""
+    """Returns a key that is equal for as long as a tensor lies where it lay."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

@@ -1,4 +1,5 @@
-"""Where processes of several hosts find each other: PyTorch's TCP store, and the addresses that lead to it."""
+"""How processes of several hosts find each other: PyTorch's TCPStore, and the addresses that lead
+to it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ GAVE_UP = "gave up"
 
 
 def serve(host: str, port: int = 0) -> Any:
-    """A store on this interface alone, at a free port unless one is given. Its `host` and `port` are what other ranks need."""
+    """Serves a store on this interface alone, at a free port unless one is given. Other ranks need
+    its `host` and `port`."""
     listener = socket.create_server((host, port), backlog=1024, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     found = listener.getsockname()[1]
     try:
@@ -27,7 +29,8 @@ def serve(host: str, port: int = 0) -> Any:
 
 
 def find(host: str, port: int, timeout: float) -> Any:
-    """The store that another process serves. Raises `TransportError` where none answers in time."""
+    """Connects to the store that another process serves. Raises `TransportError` where none answers
+    in time."""
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     except Exception as error:
@@ -38,19 +41,19 @@ def find(host: str, port: int, timeout: float) -> Any:
 
 
 def give_up(store: Any, key: str, reason: str) -> None:
-    """Ends the waits of every rank of a group, also of one that is still being made."""
+    """Ends the waits of every rank of a group, even while the group is still being made."""
     tell(PrefixStore(key, store), reason)
 
 
 def tell(store: Any, reason: str) -> None:
-    """Write why this rank gives up, unless another one has done so. Never raises."""
+    """Writes why this rank gives up, unless another rank has written its reason. Never raises."""
     with suppress(Exception):
         if not store.check([GAVE_UP]):  # the first reason is the one to tell
             store.set(GAVE_UP, reason)
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the interface that leads to `host`. Nothing is sent."""
+    """Returns this machine's address on the interface that leads to `host`. Nothing is sent."""
     family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -62,7 +65,8 @@ def address_towards(host: str) -> str:
 
 
 def own_address() -> str:
-    """Where other hosts find this one: what the launcher says of rank 0, or the interface of the default route."""
+    """Returns the address at which other hosts find this one: `MASTER_ADDR` where a launcher has
+    set it, or the interface of the default route."""
     given = os.environ.get("MASTER_ADDR", "")
     resolved = socket.gethostbyname(given) if given else "127.0.0.1"
     return address_towards("192.0.2.1") if resolved.startswith("127.") else resolved

@@ -1,4 +1,5 @@
-"""The ways that a version can take, from the fastest to the most general. A new one is a folder, a line here, and a name in `config`."""
+"""The transports, from the fastest to the most general. A new one is a folder, a line here, and a
+name in `config`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ TRANSPORTS = {
 
 
 def open_location(manifest: Manifest, me: WorkerContext) -> Reader:
-    """The reader for a manifest. Raises `TransportError` where the version cannot be opened from this process."""
+    """Opens a manifest's version. Raises `TransportError` where it cannot be opened from this
+    process."""
     kind = manifest.location.transport
     if kind not in TRANSPORTS:
         raise TransportError(f"this worker does not know the transport {kind!r}; known: {', '.join(TRANSPORTS)}")

@@ -36,7 +36,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """bucket: bytes, the fastest seen. step: in which step of a push the bytes travel."""
+    """How a backend sends. bucket: bytes; the fastest size measured. step: the step of a push in
+    which the bytes travel."""
 
     bucket: int
     step: str
@@ -47,7 +48,8 @@ WAYS = {"gloo": Way(32 << 20, "prepare", on_gpu=False), "nccl": Way(128 << 20, "
 
 
 class BroadcastTransport:
-    """The trainer's side. The group is made anew when a worker comes, goes or restarts, and after a failure."""
+    """The trainer's side. It makes a new group when a worker comes, goes or restarts, and after a
+    failure."""
 
     def __init__(self, backend: str, timeout: float) -> None:
         self.backend, self.timeout, self.way = backend, timeout, WAYS[backend]
@@ -82,7 +84,8 @@ class BroadcastTransport:
         return "two of trainer and workers share a GPU" if len(set(gpus)) < len(gpus) else None
 
     def publish(self, tensors: list[TensorMeta], values: Values) -> Published:
-        """Nothing is copied yet: the trainer must not change its weights before the push is over."""
+        """Opens a version to workers. Nothing is copied yet: the trainer must not change its
+        weights before the push is over."""
         host = "127.0.0.1" if self.local else own_address()
         if self.store is None or self.store.host != host:
             self.store = serve(host)
@@ -100,7 +103,8 @@ class BroadcastTransport:
         return Published(location, {})
 
     def _in_time(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Raises `TransportError` where the trainer's GPU does not come to rest in time."""
+        """Runs an action in the sending thread. Raises `TransportError` where the trainer's GPU has
+        not finished in time."""
         try:
             self.thread.submit(action, *arguments).result(self.timeout)
         except TimeoutError:
@@ -108,7 +112,7 @@ class BroadcastTransport:
 
     @asynccontextmanager
     async def serving(self, step: str) -> AsyncIterator[Sending]:
-        """While workers take a step the trainer takes its part of it, in a thread."""
+        """Runs the trainer's part of a step in a thread while workers take theirs."""
         self.running = self.thread.submit(self._take_part, step)
         try:
             yield self
@@ -118,7 +122,7 @@ class BroadcastTransport:
         finally:
             await asyncio.wait([asyncio.wrap_future(self.running)])
         if step == "prepare" and isinstance(failure := self.running.result(), SourceError):
-            raise failure  # of a commit the engines say what they serve now
+            raise failure  # a commit's error comes from the engines, which say what they serve now
 
     async def abort_on_failure(self, step: Awaitable[T]) -> T:
         self.under_way += 1
@@ -126,7 +130,7 @@ class BroadcastTransport:
             return await step
         except InstepError as error:
             if isinstance(error, ApplyError) and self.under_way > 1 and self.running is not None:
-                # A worker whose loader failed takes what is still to come: others that are behind get theirs.
+                # A worker whose loader failed receives the rest too: slower ones need it.
                 await asyncio.wait([asyncio.wrap_future(self.running)], timeout=self.timeout / 2)
             self._give_up(str(error.args[0]))
             raise
@@ -148,7 +152,7 @@ class BroadcastTransport:
         return Published(published.location, digests, flagged)
 
     def release_all_but(self, held: Set[str]) -> None:
-        """The memory is the trainer's own."""
+        """Does nothing: the memory is the trainer's own."""
 
     def close(self) -> None:
         self._leave()
@@ -162,7 +166,8 @@ class BroadcastTransport:
         self.group = None
 
     def _give_up(self, reason: str) -> None:
-        """The group is of no more use after that; one that has sent everything is left alone."""
+        """Ends the group unless it has sent everything. A group that was ended cannot be used
+        again."""
         if self.running is not None and not self.running.done():
             self._end_group(reason)
 
@@ -196,14 +201,16 @@ class BroadcastTransport:
         return None
 
     def _read(self, tensors: list[TensorMeta], values: Placed) -> None:
-        """The first read, where sending is the second one. In the thread that sends: what it asks of a GPU keeps this order."""
+        """Takes the first read of the source on a GPU, where sending is the second one. It runs in
+        the sending thread so that the GPU's work keeps this order."""
         if self.way.on_gpu:
             if self.first is None or self.first.tensors != tensors:
                 self.first = First(tensors, self.device)
             self._in_time(self.first.take, values)
 
     def _read_again(self, tensors: list[TensorMeta], values: Placed, tally: Tally) -> InstepError | None:
-        """The second read, where sending was the first one."""
+        """Takes the second read of the source, where sending was the first one. Returns the error
+        if they differ."""
         if self.first is None:
             try:
                 check(tensors, values, tally.result()[0])
@@ -212,7 +219,8 @@ class BroadcastTransport:
         return None
 
     def _send(self, group: Group) -> Result | InstepError:
-        """What was sent, or that it was not of one moment: then workers are told sums that none of them has."""
+        """Sends the version. Returns its digests, or an error if the source changed meanwhile: then
+        workers are told sums that match nothing."""
         assert self.waiting is not None
         (tensors, values), self.waiting = self.waiting, None
         group.begin(self.timeout)
@@ -241,7 +249,7 @@ class BroadcastTransport:
         return changed or tally.result()
 
     def _promised(self, tensors: list[TensorMeta], values: Placed) -> torch.Tensor | None:
-        """The sums that what is sent must have, where they are known before it is."""
+        """Returns the sums that the sent bytes must have, if they are known before sending."""
         if self.late and values.digests is not None:
             return sums_of(values.digests, tensors, self.device)
         return self.first.told() if self.first is not None else None
@@ -252,7 +260,7 @@ class BroadcastTransport:
         return None if slot is None else DigestMismatch.changed(self.tally.own[slot].name)
 
     def _packed(self, tensors: list[TensorMeta], values: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Each bucket when it is filled."""
+        """Yields each bucket when it is filled."""
         return self.tally.pack(values, room) if self.tally else pack(tensors, values, self.way.bucket, room)
 
     def _tally(self, tensors: list[TensorMeta]) -> Tally:

@@ -21,7 +21,8 @@ from instep.transport.store import find
 
 
 class Buckets:
-    """What rank 0 sends into `parts`, one after the other. Two are under way at a time; a part may be the memory of the last but one."""
+    """Receives the buckets of rank 0 into `parts`, one after the other. Two are under way at a
+    time, so a part may share its memory with the last but one."""
 
     def __init__(self, group: Group, parts: Sequence[torch.Tensor]) -> None:
         self.group, self.parts = group, parts
@@ -31,13 +32,14 @@ class Buckets:
         self._ask()
 
     def wait(self) -> None:
-        """For the next one, if there is one."""
+        """Waits for the next bucket, if one is under way."""
         if self.under_way:
             self.group.wait(self.under_way.popleft())
             self.arrived += 1
 
     def each(self, *, ahead: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each with its index, good until the next but one. ahead: others are under way meanwhile."""
+        """Yields each bucket with its index. A bucket is valid until the next but one. ahead: other
+        buckets may travel meanwhile."""
         for index, part in enumerate(self.parts):
             while self.arrived <= index or (self.under_way and not ahead):
                 self.wait()
@@ -55,7 +57,8 @@ JOINED: dict[str, tuple[str, Group]] = {}
 
 
 def join(location: Location, me: WorkerContext, device: torch.device) -> Group:
-    """The group that a version is sent to; joined anew when the trainer has made another."""
+    """Returns the group that a version is sent to. Joins it anew when the trainer has made
+    another."""
     if me.incarnation not in location.ranks:
         raise TransportError("this worker is not in the group that the version is sent to: it was restarted meanwhile. Push again")
     address, group = JOINED.get(me.incarnation, ("", None))
@@ -71,7 +74,7 @@ def join(location: Location, me: WorkerContext, device: torch.device) -> Group:
 
 
 class StagedReader(Staged):
-    """A worker's side where versions are staged: over Gloo."""
+    """A worker's side of Gloo: versions are staged in host memory."""
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         group = join(self.location, self.me, torch.device("cpu"))
@@ -86,7 +89,8 @@ class StagedReader(Staged):
 
 
 class StreamReader(Passing):
-    """A worker's side where versions pass by in the commit, in two buckets on its GPU that stay with the group."""
+    """A worker's side of NCCL: versions pass by in the commit, in two buckets on its GPU that stay
+    with the group."""
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         self.location, self.me, self.device = manifest.location, me, torch.device(me.device)
@@ -95,7 +99,7 @@ class StreamReader(Passing):
         self.names: list[str] = []
 
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        """Joins. Nothing arrives before the commit."""
+        """Joins the group. Nothing arrives before the commit."""
         warm_up(self.device)
         self.group = join(self.location, self.me, self.device)
         if not self.group.rooms:
@@ -119,7 +123,7 @@ class StreamReader(Passing):
         return self.buckets.each(ahead=ahead)
 
     def told(self) -> dict[str, int]:
-        """After the last bucket: the trainer's own sums, by tensor."""
+        """Receives the trainer's own sums, by tensor, after the last bucket."""
         assert self.group is not None
         self.group.wait(self.group.broadcast(self.board))
         self.group.settle()

@@ -38,7 +38,8 @@ IDLE = 30.0  # seconds that a connection may say nothing
 
 
 class HttpTransport(ShmTransport):
-    """The trainer's side. It listens on the loopback while all engines are on this host."""
+    """The trainer's side. It listens on the loopback interface while all engines are on this
+    host."""
 
     kind = "http"
 
@@ -70,7 +71,7 @@ class HttpTransport(ShmTransport):
             raise
 
     def offered(self, secret: str) -> Segment | None:
-        """The memory behind a path; None where there is none, or none any more."""
+        """Returns the memory behind a path. None where there is none, or none any more."""
         found: Segment | None = None
         for name, memory in list(self.segments.items()):
             if hmac.compare_digest(name.encode(), secret.encode()) and name not in self.given_up:
@@ -95,7 +96,7 @@ class HttpTransport(ShmTransport):
 
 
 class Memory(Segment):
-    """Memory of the trainer's own instead of a file, under a name that nobody guesses."""
+    """Anonymous memory of the trainer instead of a file, under a name that cannot be guessed."""
 
     def __init__(self, size: int) -> None:
         self.size = max(size, mmap.PAGESIZE)
@@ -117,7 +118,7 @@ class Memory(Segment):
 
 
 class _Server(ThreadingHTTPServer):
-    """On a free port, in a thread."""
+    """An HTTP server on a free port, in a thread."""
 
     daemon_threads = True
 
@@ -134,7 +135,7 @@ class _Server(ThreadingHTTPServer):
         return find(secret) if find is not None else None
 
     def handle_error(self, *_: Any) -> None:
-        """A peer that left: it comes back, or its engine says why not."""
+        """Prints nothing when a peer leaves: it connects again, or its engine reports why not."""
 
     def stop(self) -> None:
         if self.own.here():  # the thread that would end is not in a child that was forked
@@ -168,4 +169,4 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def log_message(self, *_: Any) -> None:
-        """Paths are secret."""
+        """Logs nothing, because paths are secret."""

@@ -24,7 +24,7 @@ AGAIN = 0.2  # seconds between two attempts
 
 
 class HttpReader(Staged):
-    """attempts: how often it had to ask."""
+    """A worker's side. attempts: how many connections it has tried."""
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         found = ADDRESS.fullmatch(manifest.location.address)
@@ -53,7 +53,8 @@ class HttpReader(Staged):
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _fetch(self, room: memoryview) -> None:
-        """Raises `TransportError` where the trainer offers it no more, or no byte comes for too long."""
+        """Fetches the version into `room`. Raises `TransportError` where the trainer no longer
+        offers it, or no byte comes for too long."""
         at, heard = 0, time.monotonic()
         deadline = heard + self.me.timeout
         while at < len(room):
@@ -74,7 +75,8 @@ class HttpReader(Staged):
                 )
 
     def _pieces(self, room: memoryview, at: int) -> Generator[int]:
-        """The bytes from `at` on, as many as come over one connection. Gives the size of each piece."""
+        """Fetches bytes from `at` on over one connection, as many as come. Yields the size of each
+        piece."""
         self.connection = connection = HTTPConnection(self.host, self.port, timeout=min(CONNECT, self.me.timeout))
         try:
             connection.connect()

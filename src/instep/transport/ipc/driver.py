@@ -40,21 +40,23 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def allocation(address: int) -> tuple[int, int]:
-    """Base address and size in bytes of the allocation that an address lies in."""
+    """Returns base address and size in bytes of the allocation that contains an address."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
     return base.value, size.value
 
 
 def share(base: int) -> bytes:
-    """A handle with which another process of this host opens the allocation. Raises `TransportError` where it cannot be shared."""
+    """Returns a handle with which another process of this host opens the allocation. Raises
+    `TransportError` where it cannot be shared."""
     handle = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
     return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
 
 def attach(handle: bytes) -> int:
-    """Maps a shared allocation for the current device, with peer access where it lies on another. Returns its address here."""
+    """Maps a shared allocation for the current device, with peer access if it lies on another one.
+    Returns its address in this process."""
     address, struct = ctypes.c_uint64(), _Handle()
     ctypes.memmove(ctypes.byref(struct), handle, HANDLE_BYTES)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), struct, LAZY_PEER_ACCESS)
@@ -62,7 +64,8 @@ def attach(handle: bytes) -> int:
 
 
 def read(address: int, nbytes: int) -> bytes:
-    """What a GPU, or a mapping of another's memory, holds now. A context must be current in this thread."""
+    """Copies bytes at an address of GPU memory, own or mapped, to the host. A context must be
+    current in this thread."""
     room = ctypes.create_string_buffer(nbytes)
     _call("cuMemcpyDtoH_v2", room, ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
     return room.raw

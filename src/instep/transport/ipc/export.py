@@ -30,7 +30,8 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Exposed:
-    """Parts that lie on one GPU of this process, good for as long as they lie where they lay. Keeps their memory.
+    """Parts of tensors on one GPU of this process, shared until one of them moves. The object keeps
+    their memory alive.
 
     launches: how often they were summed up. The number is also the first word of a board on the GPU, as soon as the sums behind it, in the
     order of `offer.places`, are those of that time. Who may read the parts may read the board: nobody has to wait for this process.
@@ -63,23 +64,27 @@ class Exposed:
         self.device = device
 
     def stay(self) -> bool:
-        """Whether the parts have their memory still: a trainer that offloads may give back a storage's while its tensors live."""
+        """Tells whether the parts still have their memory. A trainer that offloads may free a
+        tensor's storage while the tensor lives."""
         return list(map(torch.Tensor.data_ptr, self.memories)) == self.addresses
 
     def launch(self) -> None:
-        """Waits for the trainer's work, before anybody reads; then sums up the very memory that workers will read."""
+        """Waits for the trainer's work before any worker reads, then starts to sum up the very
+        memory that workers will read."""
         torch.cuda.synchronize(self.device)
         self.table.launch()
         self.launches += 1
         self.mark.fill_(self.launches)  # an assignment would wait for the kernel
 
     def result(self) -> dict[str, tuple[int, bool]]:
-        """Waits. Of each tensor the sum over its parts, without the seed, and whether they hold a number that is not finite."""
+        """Waits for the sums. Returns for each tensor the sum over its parts, without the seed, and
+        whether they hold a number that is not finite."""
         return dict(zip(self.offer.places, zip(*self.table.result(), strict=True), strict=True))
 
 
 def located(tensors: Sequence[TensorMeta], offers: Iterable[Offer], board: tuple[int, int] | None = None) -> Location:
-    """Of a version whose parts are in these offers. Another address for other places: workers keep what they have worked out for one.
+    """Makes the location of a version whose parts are in these offers. Its address depends on all
+    places, because workers keep what they have worked out for an address.
 
     board: that of the only offer.
     """

@@ -26,12 +26,12 @@ from instep.transport.parts import place_of, whole
 
 T = TypeVar("T")
 AHEAD = 0.001
-"""Seconds that a request needs to be on its way: threads that send it want Python's lock."""
+"""Seconds that a request needs to be sent: the threads that send it need the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What was published of a source, good for as long as its tensors lie where they lay.
+    """What was published of a source. It stays valid until one of the source's tensors moves.
 
     place: of all its tensors, where it is known. places: of each, by name. staged: those of which workers read copies. exposed: what they
     read; some of it may have been made for this publication, and is kept until the next one.
@@ -45,7 +45,7 @@ class _Layout:
     location: Location
 
     def holds(self, tensors: list[TensorMeta], place: Hashable) -> bool:
-        """Whether nothing has moved, and nothing is to be copied."""
+        """Tells whether nothing has moved and no tensor needs a copy."""
         return place is not None and place == self.place and not self.staged and self.tensors == tensors
 
     def fits(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor]) -> bool:
@@ -53,7 +53,8 @@ class _Layout:
         return same and all(map(eq, map(place_of, given.values()), self.places.values()))
 
     def check(self, tensors: list[TensorMeta], values: Placed) -> None:
-        """Reads values again of which workers see a copy. Raises `SourceError` where one is another by now."""
+        """Reads those values again of which workers see a copy. Raises `SourceError` where one has
+        changed."""
         shared, different = dict(zip(self.places, self.exposed.memories, strict=True)), dict[str, torch.Tensor]()
         for meta, value in second(tensors, values):
             if meta.name in self.staged or place_of(value) != self.places[meta.name]:
@@ -65,8 +66,9 @@ class _Layout:
 
 
 class IpcTransport(Pull):
-    """The trainer's side. Tensors that are not contiguous, not of the dtype to send, or no whole number of 8-byte words are staged in
-    buffers on the trainer's GPU, which are kept."""
+    """The trainer's side. A tensor is staged in a buffer on the trainer's GPU if it is not
+    contiguous, not of the dtype to send, or no whole number of 8-byte words. The buffers are kept.
+    """
 
     late = True
 
@@ -84,14 +86,16 @@ class IpcTransport(Pull):
         return f"an engine's worker is on {other}" if other else elsewhere(workers)
 
     def prefetch(self) -> None:
-        """Sums up anew what was shared last. If it turns out to be the source still, that need not be done any more."""
+        """Starts new sums of what was shared last. `publish` uses them if the source is still the
+        same."""
         layout = self.layout
         self.prefetched = layout is not None and layout.place is not None and not layout.staged and layout.exposed.stay()
         if layout is not None and self.prefetched:
             layout.exposed.launch()
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        """Of tensors that have not moved since the last time only the digests are taken anew.
+        """Publishes the version. If no tensor has moved since the last time, only the digests are
+        taken anew.
 
         Those sums are the first read, and workers that pull make the second one. Of what is copied or made here workers see the copy:
         so it is read again here."""
@@ -107,7 +111,8 @@ class IpcTransport(Pull):
         return Published(layout.location, {}, launch=layout.exposed.launches)
 
     def _laid_out(self, tensors: list[TensorMeta], given: dict[str, torch.Tensor], place: Hashable) -> _Layout:
-        """The layout of before, if nothing has moved. What is staged is copied."""
+        """Returns the last layout if nothing has moved, else a new one. Copies the values that are
+        staged."""
         layout = self.layout
         if layout is None or not layout.fits(tensors, given):
             layout = self._lay_out(tensors, given)
@@ -128,7 +133,7 @@ class IpcTransport(Pull):
         return self._look_at_sums()
 
     def _summed(self) -> Published:
-        """What was summed up since it was published. Waits for it."""
+        """Waits for the sums of what was published and returns them as digests."""
         assert self.layout is not None
         return with_digests(self.layout.location, self.layout.tensors, self.layout.exposed.result())
 
@@ -149,13 +154,13 @@ class IpcTransport(Pull):
         return _Layout(list(tensors), None, places, staged, exposed, located(tensors, [exposed.offer], exposed.board_at))
 
     def _room(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
-        """For a copy of a tensor. Zeros follow up to the next whole word."""
+        """Returns the buffer for a tensor's copy. Zeros follow up to the next whole word."""
         if meta not in self.buffers:
             self.buffers[meta] = torch.zeros(-(-meta.nbytes // 8), dtype=torch.int64, device=device)
         return self.buffers[meta].view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
     def release_all_but(self, held: Set[str]) -> None:
-        """The memory is the trainer's own."""
+        """Does nothing: the memory is the trainer's own."""
 
     def close(self) -> None:
         self.buffers.clear()
@@ -164,7 +169,8 @@ class IpcTransport(Pull):
 
 
 class Beside:
-    """Does what has to be done at some time while workers are at it, and the trainer would wait for them anyway."""
+    """Runs the trainer's own work while workers take a step, so that the push need not wait for it
+    afterwards."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
@@ -177,11 +183,12 @@ class Beside:
             return await under_way
         finally:
             under_way.cancel()
-            await asyncio.wait([under_way])  # whoever cleans up after it must not meet it
+            await asyncio.wait([under_way])  # cleaning up must not run beside it
 
 
 def _by_name(values: Placed) -> dict[str, torch.Tensor]:
-    """Raises `TransportError` where a source fills the same memory for one value after the other: workers would all see the last."""
+    """Returns the values of a source by name. Raises `TransportError` where a source fills the same
+    memory with one value after the other: workers would all see the last one."""
     given: dict[str, torch.Tensor] = {}
     for name, value in values.read():
         if given.setdefault(name, value) is not value:
@@ -201,6 +208,6 @@ def _check(name: str, value: torch.Tensor, meta: TensorMeta | None, device: torc
 
 
 def with_digests(location: Location, tensors: Sequence[TensorMeta], sums: Mapping[str, tuple[int, bool]]) -> Published:
-    """sums: of each tensor, as `Exposed.result` has them."""
+    """Makes a publication with digests. sums: of each tensor, as `Exposed.result` returns them."""
     own = [(meta.name, seed_of(meta), *sums[meta.name]) for meta in tensors if not meta.alias_of]
     return Published(location, {name: (seed + part) & MASK for name, seed, part, _ in own}, tuple(name for name, _, _, flag in own if flag))

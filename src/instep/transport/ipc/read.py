@@ -27,14 +27,15 @@ WARM: set[torch.device] = set()
 
 
 def current_gpu() -> torch.device:
-    """Of this worker. Raises `TransportError` where it has none."""
+    """Returns this worker's current GPU. Raises `TransportError` where it has none."""
     if not torch.cuda.is_available():
         raise TransportError("this worker has no GPU: CUDA IPC cannot reach it")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 class IpcReader(Remote):
-    """On the worker's current device. Addresses stay mapped from version to version, in `OPENED`."""
+    """A worker's side, on its current device. Addresses stay mapped from version to version, in
+    `OPENED`."""
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         self.device, self.timeout = current_gpu(), me.timeout
@@ -52,11 +53,12 @@ class IpcReader(Remote):
         self.board = b""  # the trainer's sums, once they are complete
 
     def places(self, meta: TensorMeta) -> list[Rows]:
-        """Where the parts of a tensor are mapped in this process, in words."""
+        """Returns where the parts of a tensor are mapped in this process, in words of 8 bytes."""
         return [rows_of_place(place, meta, self.bases[place.handle]) for place in self.location.places[meta.alias_of or meta.name]]
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """A copy on the engine's own GPU, summed up on the way: for layers that are not copied directly. It is under way."""
+        """Starts a copy of a tensor to the engine's own GPU, which is summed up on the way, and
+        returns it. Layers that are not copied directly read it."""
         own = self.metas[meta.alias_of or meta.name]
         room = torch.empty(-(-meta.nbytes // 8), dtype=torch.int64, device=self.device)
         first = room.data_ptr() // 8
@@ -67,7 +69,7 @@ class IpcReader(Remote):
         return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
     def sums(self) -> dict[str, int]:
-        """Waits. Of all tensors that were pulled whole."""
+        """Waits for the tensors that were pulled whole and returns their sums."""
         if not self.pulled:
             return {}
         return {name: value & MASK for name, value in zip(self.pulled, torch.stack(list(self.pulled.values()))[:, 0].tolist(), strict=True)}
@@ -91,12 +93,13 @@ class IpcReader(Remote):
         self.board = driver.read(board + 8, 8 * len(self.location.places))
 
     def told(self) -> dict[str, int]:
-        """The sums that were waited for, by tensor; none where they cannot be read."""
+        """Returns the sums that `wait_for` has read, by tensor; none where they cannot be read."""
         sums = np.frombuffer(self.board, np.uint64).tolist()
         return dict(zip(self.location.places, sums, strict=True)) if sums else {}
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
-        """No bytes: they are pulled, and summed up, in the commit. The first time takes what the kernels need to be ready for that."""
+        """Loads the kernels, which takes time once. No bytes arrive: they are pulled, and summed
+        up, in the commit."""
         warm_up(self.device)
         WARM.add(self.device)
         return {}

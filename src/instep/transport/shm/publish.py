@@ -24,7 +24,8 @@ from instep.transport.shm.segment import Segment, sweep
 
 
 class ShmTransport(Pull):
-    """The trainer's side. One segment per version; `release_all_but` hands segments over to the next version."""
+    """The trainer's side. It has one segment per version; `release_all_but` hands segments over to
+    the next version."""
 
     kind = "shm"
 
@@ -53,12 +54,13 @@ class ShmTransport(Pull):
         return Published(Location(self.kind, segment.name, size, offsets), *found)
 
     def _brought(self, segment: Segment, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Result:
-        """Fills a segment. Digests and names of tensors that are not finite are those of the copies: what a trainer does to its tensors
-        afterwards cannot change what is sent."""
+        """Copies a version into a segment. Returns digests, and names of tensors that are not
+        finite, of the copies: what a trainer does to its tensors afterwards cannot change what is
+        sent."""
         return copied(segment.view, tensors, Placed.of(values), self.pool)
 
     def _take_back(self, segment: Segment) -> None:
-        """One that was not filled."""
+        """Keeps a segment for the next version after filling it failed."""
         self.free.append(segment)
 
     def _segment(self, size: int) -> Segment:
@@ -86,7 +88,8 @@ class ShmTransport(Pull):
 
 
 def _close(segments: dict[str, Segment], free: list[Segment], own: Own) -> None:
-    """Runs once: when the transport is closed, collected, or the trainer ends without either. A forked child owns nothing."""
+    """Closes all segments. Runs once: when the transport is closed or collected, or when the
+    trainer ends without either. A forked child owns nothing."""
     if own.here():
         for segment in (*segments.values(), *free):
             segment.close()

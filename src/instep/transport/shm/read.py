@@ -16,7 +16,7 @@ from instep.transport.shm import segment
 
 
 class ShmReader(Mapped):
-    """A worker's side: the segment of one manifest."""
+    """A worker's side: maps the segment that a manifest names."""
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         location, self.share, self.split = manifest.location, me.share, me.share[1] > 1
@@ -38,7 +38,8 @@ class ShmReader(Mapped):
             os.close(file)
 
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        """Workers of one engine map the same pages: together they look at each once."""
+        """Sums up this worker's share of the bytes. Workers of one engine map the same pages, so
+        together they look at each page once."""
         sums = np.zeros(self.size // BLOCK_BYTES, np.uint64)
         low, high = (part * len(sums) // self.share[1] for part in (self.share[0], self.share[0] + 1))
         sums[low:high] = all_sums(self.bytes[low * BLOCK_BYTES : high * BLOCK_BYTES])

@@ -27,7 +27,7 @@ NAME = re.compile(r"instep-[0-9a-f]{32}")
 
 
 def directory() -> Path:
-    """Where segments live."""
+    """Returns the directory of segments."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -49,7 +49,7 @@ def sweep() -> list[str]:
 
 
 class Segment:
-    """A mapped, locked file."""
+    """A mapped and locked file."""
 
     def __init__(self, size: int) -> None:
         self.size = max(size, mmap.PAGESIZE)
@@ -88,7 +88,8 @@ class Segment:
         self.view: Bytes = np.frombuffer(self.map, np.uint8)
 
     def renamed(self) -> Segment:
-        """The same memory under a new name: who still knows the old one finds nothing instead of another version."""
+        """Renames the segment. Whoever still knows the old name finds nothing instead of another
+        version."""
         name = f"instep-{uuid.uuid4().hex}"
         self.path = self.path.rename(directory() / name)
         self.name = name
