@@ -169,7 +169,7 @@ def texts(results: Path) -> dict[str, str]:
     pictured = [found for name in PICTURED if isinstance(found := kept[name], Results)]
     rows = [row for found in pictured for row in beside(found)]
     captions = dict.fromkeys(_caption(found.setting) for found in pictured)
-    return {"benchmarks.md": page(kept), "push.svg": picture(rows, "; ".join(captions))}
+    return {"benchmarks.md": page(kept), "push.svg": picture(rows, list(captions))}
 
 
 def _caption(setting: Setting) -> str:

@@ -11,7 +11,7 @@ from instep.bench.beside import Beside
 from instep.bench.report import size, time
 
 WIDTH, LEFT, BARS = 760, 24, 560
-TOP, PAIR, BAR = 76, 78, 18
+TOP, PAIR, BAR, LINE = 76, 78, 18, 16
 STYLE = """\
   <style>
     text { font-family: system-ui, "Segoe UI", Helvetica, Arial, sans-serif; font-size: 14px }
@@ -33,14 +33,15 @@ STYLE = """\
   </style>"""
 
 
-def picture(rows: Sequence[Beside], caption: str) -> str:
-    """An SVG. rows: in order from the top, at least one. caption: the line at the bottom.
+def picture(rows: Sequence[Beside], captions: Sequence[str]) -> str:
+    """An SVG. rows: in order from the top, at least one. captions: the lines at the bottom.
 
     A bar is as long as its way takes for a gigabyte of weights, so that models of several sizes
     share one scale.
     """
     scale = BARS / max(row.theirs / row.nbytes for row in rows)
-    height = TOP + PAIR * len(rows) + 30
+    foot = TOP + PAIR * len(rows) + 14
+    height = foot + LINE * len(captions)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" role="img">',
         "  <title>A push of instep beside vLLM's fastest own way, in the same run</title>",
@@ -56,7 +57,8 @@ def picture(rows: Sequence[Beside], caption: str) -> str:
     ]
     for number, row in enumerate(rows):
         lines += _pair(row, TOP + PAIR * number, scale)
-    return "\n".join([*lines, _text(LEFT, height - 16, caption, "small"), "</svg>"]) + "\n"
+    lines += [_text(LEFT, foot + LINE * number, caption, "small") for number, caption in enumerate(captions)]
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _pair(row: Beside, top: float, scale: float) -> list[str]:

@@ -64,14 +64,16 @@ def test_a_push_is_compared_with_the_fastest_of_vllms_ways_into_the_same_engine(
 
 def test_the_bars_of_the_picture_share_one_scale_and_fit_in_it() -> None:
     rows = [pushed for results in kept.read(RESULTS).values() if isinstance(results, Results) for pushed in beside(results)]
-    drawn = ElementTree.fromstring(picture(rows, "a caption"))
-    width = float(drawn.attrib["width"])
+    drawn = ElementTree.fromstring(picture(rows, ["of one run", "of another"]))
+    width, height = float(drawn.attrib["width"]), float(drawn.attrib["height"])
     bars = [bar for bar in drawn.iter("{http://www.w3.org/2000/svg}rect") if bar.attrib["class"] != "ground"]
     lengths = [float(bar.attrib["width"]) for bar in bars]
     seconds = [value / pushed.nbytes for pushed in rows for value in (pushed.push, pushed.theirs)]
     assert max(lengths) < width
     assert [length / max(lengths) for length in lengths] == pytest.approx([value / max(seconds) for value in seconds], abs=1e-3)
-    texts = " ".join(text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text"))
+    lines = {text.text or "": float(text.attrib["y"]) for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert lines["of one run"] < lines["of another"] < height
+    texts = " ".join(lines)
     assert all(time(pushed.push) in texts and time(pushed.theirs) in texts for pushed in rows)
 
 
