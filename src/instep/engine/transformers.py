@@ -1,4 +1,5 @@
-"""A transformers model as an engine, embedded in the trainer's process: for a laptop without vLLM, and to compare with.
+"""A transformers model as an engine in the trainer's process: for a laptop without vLLM, and as
+a reference.
 
 engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(...))  # a model of its own, not the trainer's
 sync = WeightSync(source=trainer_model, engines=[engine])
@@ -35,8 +36,8 @@ HELD = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """token_ids: what was generated, the stop token included. logprobs: natural log, after temperature, one per token.
-    weight_version: the version that made the first of them."""
+    """One completion. token_ids: those generated, the stop token included. logprobs: natural
+    log, after temperature, one per token. weight_version: the version that made the first token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -44,7 +45,7 @@ class Completion:
 
 
 class TransformersEngine:
-    """An engine without vLLM: a model of transformers that generates in this process.
+    """An engine that generates in this process with a model of transformers.
 
     model: a causal language model of transformers, unwrapped. The engine owns it from now on.
     """
@@ -69,7 +70,8 @@ class TransformersEngine:
         seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> list[Completion]:
-        """One completion for each prompt; temperature 0 takes the likeliest token. Prompts are padded on the left and run as one batch.
+        """Returns one completion for each prompt. Temperature 0 takes the likeliest token.
+        Prompts are padded on the left and run as one batch.
 
         May be called in any thread. A push waits for the forward that runs, and the next forward
         for the push: a completion that meets one goes on with the new weights.
@@ -112,7 +114,7 @@ class TransformersEngine:
             return self.receiver.handle(method, payload)
 
     async def pause(self, caches: CachePolicy) -> None:  # noqa: ARG002
-        """No KV outlives a call of `generate`."""
+        """Closes the gate. `caches` has no effect: no KV cache outlives a call of `generate`."""
         await self.gate.pause()
 
     async def resume(self) -> None:
@@ -130,7 +132,8 @@ class TransformersEngine:
 
 
 class ModelHost(NeverRebuilds, NoAdapters):
-    """The model as a receiver's worker: its loader takes the names that `save_pretrained` writes."""
+    """The model as a receiver's worker. Its loader takes the names that `save_pretrained`
+    writes."""
 
     rank, world_size = 0, 1
 

@@ -1,4 +1,5 @@
-"""The handle of a Ray actor that is an engine: what a `WeightSync` asks goes to the actor, bytes as they are."""
+"""The handle of a Ray actor as an engine: requests of a `WeightSync` go to the actor, payloads
+unchanged."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ METHODS = ("call", "pause", "resume", "label", "score", "refuse")
 
 
 def adapt(obj: Any) -> Engine | None:
-    """An engine for a handle whose actor has an engine's methods; None for anything else. Ray need not be installed."""
+    """Returns an engine for a handle whose actor has an engine's methods; None for another
+    object. Ray need not be installed."""
     if type(obj).__module__ != "ray.actor" or not all(hasattr(obj, method) for method in METHODS):
         return None
     return ActorHandleEngine(obj)
 
 
 class ActorHandleEngine:
-    """An actor that has died is an engine that is lost. What the actor itself raises of instep's errors comes through."""
+    """An engine whose methods call a Ray actor. Errors of instep that the actor raises are
+    raised here. Any other failure is an `EngineLost`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -46,7 +49,8 @@ class ActorHandleEngine:
         await self._ask("refuse", reason)
 
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
-        """See `fused_commit.FusedCommit`. One call to the actor instead of four while it is paused, where it has this method."""
+        """See `fused_commit.FusedCommit`. An actor with this method needs one call instead of
+        four while it is paused."""
         if not hasattr(self.handle, "commit_at_once"):
             return None
         replies: list[bytes] | None = await self._ask("commit_at_once", payload, caches, version)

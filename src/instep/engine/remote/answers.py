@@ -1,4 +1,4 @@
-"""Which versions of the weights have made an answer, told over HTTP.
+"""Tells over HTTP which versions of the weights have made an answer.
 
     x-instep-version-first   of the answer's first token
     x-instep-version-last    of its last token, where the answer is sent when it is complete
@@ -27,7 +27,7 @@ EVENT = re.compile(rb'(?:^|(?<=\n))data: \{(?=")')
 
 
 class Answer:
-    """One answer while it is made."""
+    """The versions of one answer while it is made."""
 
     def __init__(self) -> None:
         self.versions: list[str] = []
@@ -36,13 +36,13 @@ class Answer:
         """Whether each request that it makes to the engine still runs."""
 
     def note(self, version: str) -> None:
-        """More of its tokens are there, made by `version`."""
+        """Notes that `version` has made more of the answer's tokens."""
         if not self.versions or self.versions[-1] != version:
             self.versions.append(version)
 
     @property
     def over(self) -> bool:
-        """Whether it has tokens, and no more of them come unless it asks the engine again."""
+        """Whether the answer has tokens, and gets no more unless it asks the engine again."""
         return bool(self.versions) and not any(running() for running in self.running)
 
 
@@ -51,7 +51,8 @@ answer: ContextVar[Answer | None] = ContextVar("instep_answer", default=None)
 
 
 async def told(app: App, scope: Scope, receive: Receive, send: Send) -> None:
-    """Runs `app`, and tells the versions in what it sends. Where an outer call does that already it only runs it."""
+    """Runs `app`, and adds the versions to the messages that it sends. If an outer call adds
+    them already, this one only runs `app`."""
     if answer.get() is not None:
         return await app(scope, receive, send)
     here = Answer()
@@ -63,7 +64,7 @@ async def told(app: App, scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class _Telling:
-    """An ASGI `send`."""
+    """An ASGI `send` that adds the versions."""
 
     def __init__(self, made: Answer, send: Send) -> None:
         self.answer, self.send = made, send
@@ -87,7 +88,8 @@ class _Telling:
         await self.send(message)
 
     def _begins(self, message: Message) -> bool:
-        """Whether a stream must not be held any longer: it has a token or its end, or is to be kept alive by a comment."""
+        """Whether a stream must be held no longer: it has a token, it ends, or a comment is to
+        keep it alive."""
         ends = message["type"] != "http.response.body" or not message.get("more_body", False)
         return bool(self.answer.versions) or ends or message.get("body", b"").startswith(b":")
 

@@ -1,4 +1,4 @@
-"""The types of an ASGI app: of its requests, and of what receives and sends their messages."""
+"""Types of an ASGI app: its scope, and the functions that receive and send messages."""
 
 from __future__ import annotations
 

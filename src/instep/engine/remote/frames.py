@@ -1,4 +1,4 @@
-"""What goes over a connection, and the requests that wait for their answers."""
+"""Frames, which connections carry, and the requests that wait for their answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Requests:
 
     @contextmanager
     def asking(self, method: str, payload: bytes) -> Iterator[tuple[Frame, asyncio.Future[bytes]]]:
-        """A request to send, and its answer to wait for: an answer that comes later finds nobody."""
+        """Yields a request to send and the future of its answer. Once this has ended, a late
+        answer is dropped."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -43,7 +44,7 @@ class Requests:
             answer.set_result(frame.payload)
 
     def lose(self, why: str) -> None:
-        """No more answers come: whoever waits for one gets an `EngineLost`."""
+        """Raises `EngineLost` in all waiting requests: no more answers come."""
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(EngineLost(why))

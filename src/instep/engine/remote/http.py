@@ -34,14 +34,14 @@ KEPT = 2.0  # seconds that an idle connection is kept: servers close theirs afte
 
 
 def adapt(obj: Any) -> Engine | None:
-    """An engine for a URL; None for anything but a string."""
+    """Returns an engine for a URL; None for an object that is no string."""
     return HttpEngine(obj) if isinstance(obj, str) else None
 
 
 class HttpEngine(RemoteEngine):
-    """
-    url: of the server, such as `http://gpu1:8000`, `https://inference.example/model-a` or `http://[fd00::1]:8000`.
-    token: the server's; default as `http_token.token_of` finds it.
+    """An engine behind an HTTP server. url: such as `http://gpu1:8000`,
+    `https://inference.example/model-a` or `http://[fd00::1]:8000`. token: the server's; if None,
+    `http_token.token_of` finds it.
 
     Raises `ConfigError` for a URL that is none or holds a password, and where httpx is not installed.
     """
@@ -51,7 +51,8 @@ class HttpEngine(RemoteEngine):
 
 
 class HttpRpc:
-    """Proxies are taken from the environment as usual (`HTTPS_PROXY`, `NO_PROXY`), but never for the loopback.
+    """Sends requests to one server with httpx. Proxies come from the environment as usual
+    (`HTTPS_PROXY`, `NO_PROXY`), but the loopback has none.
 
     transport: httpx's way to the server, for tests.
     """
@@ -90,7 +91,8 @@ class HttpRpc:
         raise EngineLost(f"{self.name} cannot be reached: {problem}")
 
     def _answer(self, route: str, response: Any) -> bytes:
-        """The engine's, if it is one. Raises `ConfigError` for a server that lets nobody in, or has no such routes."""
+        """Returns the engine's answer. Raises `ConfigError` for a server that refuses the token
+        or lacks the route, and `EngineLost` for another answer that is no engine's."""
         if response.headers.get("content-type") == MSGPACK.decode():
             answer: bytes = response.content
             return answer
@@ -111,7 +113,7 @@ class HttpRpc:
 
 @cache
 def _loop() -> LoopThread:
-    """Connections outlive the event loops of those who push."""
+    """Returns the event loop of all connections: they outlive the loops of those who push."""
     return LoopThread("instep-http")
 
 
@@ -119,7 +121,8 @@ os.register_at_fork(after_in_child=_loop.cache_clear)  # its thread is not in a 
 
 
 def _flat(method: str, payload: bytes) -> tuple[str, bytes]:
-    """The route of a request, and its body: a call to the workers has the route of what they are to do."""
+    """Returns the route and the body of a request. A call to the workers has the route of the
+    workers' method."""
     if method == "call":
         try:
             inner, data = decode(payload, tuple[str, bytes])
@@ -131,7 +134,7 @@ def _flat(method: str, payload: bytes) -> tuple[str, bytes]:
 
 
 def _message(response: Any) -> str:
-    """What an answer in JSON or plain text says, on one line."""
+    """Returns the text of an answer in JSON or plain text, on one line."""
     try:
         text = response.json()["error"]
     except (ValueError, KeyError, TypeError):

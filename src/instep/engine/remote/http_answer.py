@@ -1,4 +1,4 @@
-"""What an engine's answer to a control request says, for the server that passes it on."""
+"""Reads from an engine's answer to a control request which status the server sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATUS = {
 
 
 def faults_of(answer: bytes) -> list[Fault]:
-    """The engine's, or its workers'."""
+    """Returns the fault of the engine, or else those of its workers."""
     try:
         outcome = decode(answer, Outcome)
     except msgspec.DecodeError:
@@ -37,7 +37,7 @@ def status_of(answer: bytes) -> int:
 
 
 def dirty_reason(answer: bytes) -> str | None:
-    """Why the engine's workers hold parts of two versions, if they do."""
+    """Why the engine's workers hold parts of two versions; None if they do not."""
     replies = _replies(decode(answer, Outcome))
     if not any(reply.state == "dirty" for reply in replies):
         return None

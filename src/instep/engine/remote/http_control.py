@@ -57,7 +57,8 @@ logger = logging.getLogger("instep")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One request. The number is the client's, for `Once`."""
+    """One request of a trainer. number: the client's own count, by which `Once` recognises a
+    repeated request."""
 
     client: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -66,7 +67,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Refused(Exception):
-    """A request that does not get as far as the engine, and the status that says so."""
+    """A request that is answered before it reaches the engine, with this HTTP status."""
 
     def __init__(self, status: int, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -74,8 +75,8 @@ class Refused(Exception):
 
 
 class Served:
-    """One engine behind a server. token: None where every caller may do everything, as the server listens on the loopback alone.
-    metrics: where what its pushes took is counted."""
+    """One engine behind a server. token: None if no caller needs one, because the server listens
+    on the loopback alone. metrics: counts pushes, their phases and their bytes."""
 
     def __init__(self, engine: Engine, token: str | None, timeout: float = 60.0, metrics: Metrics | None = None) -> None:
         self.engine, self.token, self.seen = engine, token, Observed(engine, metrics)
@@ -92,11 +93,12 @@ class Served:
 
     @property
     def refusal(self) -> str | None:
-        """Why it must not generate now."""
+        """Why the engine must not generate now, or None."""
         return self.endpoint.refusal or self.waiting
 
     async def answer(self, route: str, payload: bytes) -> bytes:
-        """What the engine says to a request that is well formed. Raises `Refused` for one that is not."""
+        """Returns the engine's answer to a well-formed request. Raises `Refused` for another
+        one."""
         method, payload = ("call", encode((route, payload))) if route in TO_WORKERS else (route, payload)
         if method not in ARGUMENTS:
             raise Refused(404, f"unknown method {route!r}")
@@ -114,7 +116,8 @@ class Served:
         return answer
 
     async def status(self) -> dict[str, Any]:
-        """Tells people what the engine does. The question does not count as a sign of life of a trainer."""
+        """Returns what the engine does, for people. This request is no sign of life of a
+        trainer."""
         request = encode(Request(0, ""))
         async with asyncio.timeout(self.endpoint.timeout):
             replies = [decode(data, Reply) for data in await self.engine.call("status", request)]
@@ -131,7 +134,8 @@ class Served:
 
 
 class Control:
-    """app: the inference server. served: its engine, given the scope of a request; None while it has none."""
+    """An ASGI middleware with the control routes. app: the inference server. served: gives the
+    engine for a request's scope, or None before there is one."""
 
     def __init__(self, app: App, served: Callable[[Scope], Served | None]) -> None:
         self.app, self.served = app, served
@@ -230,7 +234,8 @@ async def _answered(served: Served, route: str, call: Call, by: str) -> bytes:
 
 
 async def _watched(served: Served, call: Call, task: asyncio.Task[bytes], receive: Receive) -> bytes:
-    """The answer. Where the connection ends before, and its client does not come back, the trainer is gone."""
+    """Returns the answer. If the connection ends first and its client does not come back, the
+    trainer counts as gone."""
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -11,11 +11,11 @@ WINDOW, CLIENTS, ANSWERS = 256, 64, 64
 
 
 class Stale(Exception):
-    """The request is not run: it was before, or it says that it was and was not."""
+    """The request is not run: its answer is forgotten, or it repeats one that has never arrived."""
 
 
 class Once:
-    """What came of the last requests. Lives on one event loop.
+    """Keeps the answers of the last requests. Use it on one event loop.
 
     Requests of a client may overtake each other by up to `WINDOW` numbers.
     """
@@ -25,7 +25,8 @@ class Once:
         self.answers: OrderedDict[tuple[str, int], tuple[str, asyncio.Task[bytes]]] = OrderedDict()
 
     def run(self, client: str, number: int, method: str, *, again: bool, action: Callable[[], Coroutine[Any, Any, bytes]]) -> Any:
-        """The task that runs `action`: a new one, or the one that runs or ran for this number.
+        """Returns the task that runs `action`: a new one, or the one of an earlier request with
+        this number.
 
         again: the request must have been seen before. Raises `Stale` where it was not, and for a number whose answer is forgotten.
         """

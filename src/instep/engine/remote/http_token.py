@@ -1,4 +1,4 @@
-"""Who may use an engine's control routes: whoever knows the token.
+"""The token that opens an engine's control routes.
 
 Trainers and servers find it in the variable `INSTEP_TOKEN`, or in the file that `INSTEP_TOKEN_FILE` names.
 """
@@ -23,7 +23,8 @@ _taken: str | None = None
 
 
 def token_of(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The token, or None where none is set. Raises `ConfigError`, without the token in it, for one that cannot be used."""
+    """Returns the token, or None if none is set. Raises `ConfigError` for a token that cannot be
+    used, without showing it."""
     if _taken is not None and environment is os.environ:
         return _taken
     given, file = environment.get(VARIABLE), environment.get(FILE)
@@ -39,7 +40,8 @@ def token_of(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def take_token() -> str | None:
-    """Finds the token as `token_of` does, also afterwards, but processes that are started from now on do not inherit the token."""
+    """Takes the token out of the environment, so that processes started from now on do not
+    inherit it. Later calls of `token_of` still find it."""
     global _taken
     _taken = token_of()
     os.environ.pop(VARIABLE, None)
@@ -56,25 +58,26 @@ def checked(token: str) -> str:
 
 
 def bearer(header: bytes, token: str) -> bool:
-    """Whether an `Authorization` header has the token. Takes as long for a wrong one as for the right one."""
+    """Whether an `Authorization` header has the token. The comparison takes the same time for
+    any token."""
     scheme, _, given = header.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
 
 
 def refusal(header: bytes, token: str) -> str | None:
-    """Why the server does not let a request with this `Authorization` header in, or None."""
+    """Why the server refuses a request with this `Authorization` header, or None."""
     if bearer(header, token):
         return None
     return "the token is not the server's" if header else f"these routes need a token: {SET_IT}"
 
 
 def turned_away(sent: bool) -> str:
-    """What a server has done that answers 401. sent: whether it was sent a token."""
+    """Says what an answer of 401 means. sent: whether the request had a token."""
     return "refused the token" if sent else "needs a token, and none is set here"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach what listens at `host`, or are reached through it."""
+    """Whether `host` is the loopback, which only processes of this machine reach."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""A server's URL: all of it, what the server is called, and whether it is on this machine."""
+"""Reads a server's URL: its scheme, its short name, and whether it is on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+(/[^?#@]*)?")
 
 
 class Place(NamedTuple):
-    """url: with its scheme. local: whether it is on this machine."""
+    """Where a server is. url: with its scheme. local: whether the server is on this machine."""
 
     url: str
     name: str
@@ -21,8 +21,8 @@ class Place(NamedTuple):
 
 
 def place(url: str) -> Place:
-    """Where a server is. `host:8000`, as errors and `instep status` call it, is `http://host:8000`.
-    The URL is in no error: it may hold a password.
+    """Reads a URL. `host:8000`, which errors and `instep status` print, means
+    `http://host:8000`. No error shows the URL: it may hold a password.
 
     Raises `ConfigError` for a URL that is none or holds a password.
     """

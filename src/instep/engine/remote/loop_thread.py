@@ -1,4 +1,4 @@
-"""An event loop for those who have none, or whose own ends before a connection does."""
+"""An event loop for callers who have none, or whose own loop ends before a connection does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDING = 10.0
 
 
 class LoopThread:
-    """An event loop in a thread of its own: connections outlive the loops of those who call."""
+    """An event loop in a thread of its own: connections on it outlive the callers' loops."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -26,7 +26,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self, server: asyncio.Server | None = None) -> None:
-        """Cancels what runs on it. May be called twice."""
+        """Cancels all tasks and ends the thread. May be called twice."""
         with self.closing:
             if not self.loop.is_closed():
                 self.run(self._end(server)).result(ENDING)

@@ -1,4 +1,5 @@
-"""What a server sees of the pushes that reach its engine: how long it paused, how far it is behind, how each push ended."""
+"""Observes the pushes that reach a server's engine: its pauses, its lag, and how each push
+ended."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ STEPS = ("prepare", "ready", "commit")
 
 @dataclass(slots=True)
 class Underway:
-    """A push that was announced here and has not ended. started: of its preparation."""
+    """A push that has begun here and has not ended. started: when its preparation began."""
 
     version: str
     transport: str
@@ -33,7 +34,7 @@ class Underway:
 
 
 class Observed:
-    """The engine itself, with an eye on what passes through.
+    """Passes everything on to an engine, and notes the pushes.
 
     metrics: None where nothing is to be counted.
     """

@@ -70,8 +70,8 @@ class End:
         self.gone(why)
 
     async def send(self, frame: Frame) -> None:
-        """Raises `OSError` where nobody reads any more. A full pipe keeps a thread waiting, and not
-        the loop."""
+        """Sends a frame from another thread, so that a full pipe does not block the loop. Raises
+        `OSError` if the other end is closed."""
         await asyncio.to_thread(self._send, encode(frame))
 
     def _send(self, data: bytes) -> None:
@@ -79,7 +79,7 @@ class End:
             self.pipe.send_bytes(data)
 
     def close(self) -> None:
-        """Reads no more. The pipe itself is its owner's."""
+        """Stops reading. The pipe itself stays open."""
         self.closed = True
         self.loop.close()
 
@@ -89,7 +89,7 @@ os.register_at_fork(after_in_child=_readers.clear)  # their threads are not in a
 
 
 class PipeRpc:
-    """The trainer's side. name: what errors and receipts call the engine."""
+    """The trainer's side of a pipe. name: of the engine, in errors and receipts."""
 
     def __init__(self, pipe: Connection, name: str = "pipe") -> None:
         self.pipe, self.name = checked(pipe), name
@@ -129,7 +129,7 @@ class PipeRpc:
 
 
 class PipeDoor:
-    """The engine's side."""
+    """The engine's side of a pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = checked(pipe)

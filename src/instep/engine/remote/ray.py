@@ -1,4 +1,4 @@
-"""An Rpc to a Ray actor that holds an engine, and hands requests to an `Endpoint`."""
+"""An `Rpc` to a Ray actor that holds an engine and hands requests to an `Endpoint`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from instep.errors import EngineLost
 
 
 class RayRpc:
-    """actor: the handle of an actor with a method `answer(method, payload)`, synchronous or not."""
+    """Sends requests to a Ray actor. actor: the handle of one with a method `answer(method,
+    payload)`, synchronous or not."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor

@@ -43,7 +43,8 @@ class Rpc(Protocol):
     name: str
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        """What `answer(method, payload)` returned over there. The caller keeps the deadline, and may cancel.
+        """Returns what `answer(method, payload)` returned on the other side. The caller keeps
+        the deadline, and may cancel.
 
         Raises `EngineLost` where nobody answers any more.
         """
@@ -56,13 +57,13 @@ class Door(Protocol):
     """Why nothing comes in, while nothing does."""
 
     def serve(self, answer: Answer) -> None:
-        """Has `answer` awaited for every request from now on. Returns at once."""
+        """Awaits `answer` for every request from now on. Returns at once."""
 
     def close(self) -> None: ...
 
 
 class LocalRpc:
-    """Both sides in one process."""
+    """An `Rpc` with both sides in one process."""
 
     def __init__(self, answer: Answer, name: str = "local") -> None:
         self.answer = answer
@@ -73,14 +74,14 @@ class LocalRpc:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of one request."""
+    """The result or the fault of one request."""
 
     fault: Fault | None = None
     body: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 async def outcome(action: Awaitable[Any]) -> bytes:
-    """Its encoded result or error. Never raises."""
+    """Returns the encoded result or error of `action`. Never raises."""
     try:
         return encode(Outcome(body=raw(await action)))
     except TimeoutError:
@@ -118,7 +119,8 @@ class RemoteEngine:
         await self.ask(type(None), "refuse", reason)
 
     async def ask(self, kind: type[T], method: str, *args: Any) -> T:
-        """Raises what the other side raised, `TimeoutError` where it gave up waiting, and `EngineLost` for an answer that is none."""
+        """Raises the other side's error, `TimeoutError` if that side gave up waiting, and
+        `EngineLost` for an answer that is not well formed."""
         answer = await self.rpc.call(method, encode(args))
         try:
             found = decode(answer, Outcome)
@@ -142,7 +144,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 class Endpoint:
-    """An engine as trainers in other processes reach it.
+    """Serves an engine to trainers in other processes.
 
     timeout: the trainer's, in seconds. A request that takes longer is given up. An engine that is left alone for that long in the middle
         of a push is taken back: where it is paused it goes on with whatever whole version it holds, or refuses to generate if it holds
@@ -167,7 +169,8 @@ class Endpoint:
         self.timer: threading.Timer | None = None
 
     async def answer(self, method: str, payload: bytes, seconds: float | None = None) -> bytes:
-        """Runs one request. Never raises. seconds: its own deadline, which becomes the trainer's if a worker prepares a version for it."""
+        """Runs one request. Never raises. seconds: the request's deadline. If a worker prepares
+        a version for it, the whole push gets this deadline."""
         if self._strange(method, payload):
             return await outcome(self._run(method, payload, seconds))
         with self.lock:
@@ -182,7 +185,8 @@ class Endpoint:
                 self._watch()
 
     def _strange(self, method: str, payload: bytes) -> bool:
-        """Whether another than the trainer asks: that is no sign of its life."""
+        """Whether another trainer asks than the one that pushes, whose life this request does
+        not show."""
         if self.session is None or method != "call":
             return False
         try:
@@ -241,20 +245,20 @@ class Endpoint:
             self.refusal = args[0]
 
     async def _let_go(self) -> None:
-        """The trainer's push is over, also where it does not live to say so."""
+        """Ends the lease when the push is over, as its trainer may not live to end it."""
         if self.session is not None:
             member, self.session = Member(self.engine, self.session, self.timeout), None
             await _forget(member)
 
     def _note(self, method: str, session: str, answers: Sequence[bytes], seconds: float | None) -> None:
-        """Whose the workers are now."""
+        """Notes which trainer has a version prepared now."""
         if method == "prepare" and any(decode(answer, Reply).fault is None for answer in answers):
             self.session, self.timeout = session, seconds or self.timeout
         elif method == "abort" and session == self.session:
             self.session, self.deserted = None, self.paused  # a trainer that ends its push here leaves the engine as it is
 
     def _watch(self) -> None:
-        """Starts the trainer's time, or stops it."""
+        """Starts the timer of a silent trainer, or stops it."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -289,6 +293,6 @@ class Endpoint:
 
 
 async def _forget(member: Member) -> None:
-    """What the trainer has prepared would keep others away until its lease ends."""
+    """Aborts what the trainer has prepared, which would keep others away until its lease ends."""
     with suppress(Exception):
         await member.abort()

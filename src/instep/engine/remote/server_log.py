@@ -1,5 +1,5 @@
-"""What a server's log says of pushes: a line for each version that is served (see `observed.py`),
-instead of eight for the requests that brought it."""
+"""Keeps a server's log short: one line for each version that is served (see `observed.py`), and
+none for the eight requests that brought it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ ACCESS, SERVER = "uvicorn.access", "uvicorn"
 
 
 def begin(prefix: str) -> None:
-    """Has uvicorn show what instep logs, where nobody else does, and leave out the requests to `prefix`.
+    """Shows instep's log through uvicorn's handlers if it has none, and hides the requests to
+    `prefix`.
 
     May be repeated.
     """
@@ -25,7 +26,7 @@ def begin(prefix: str) -> None:
 
 
 class Quiet(logging.Filter):
-    """Keeps requests to control routes out of uvicorn's access log, but for those that failed."""
+    """Drops successful requests to control routes from uvicorn's access log."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""An Rpc over TCP. The engine's process dials the trainer and answers what comes back over that connection.
+"""An `Rpc` over TCP. The engine's process dials the trainer and answers requests over that
+connection.
 
     trainer                          engine's process
     TcpListener(host, port, token)
@@ -56,7 +57,8 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class TcpListener:
-    """The trainer's side. host: an interface of this machine. port: 0 for a free one, which `port` then tells."""
+    """The trainer's side. host: an interface of this machine. port: 0 for a free one, which
+    `port` then holds."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self.token = token.encode()
@@ -72,7 +74,7 @@ class TcpListener:
         self.port: int = self.server.sockets[0].getsockname()[1]
 
     def accept(self, count: int, timeout: float) -> list[TcpRpc]:
-        """The next engines that have dialled and know the token, those that have left again excepted.
+        """Returns the next engines that have dialled with the right token and are still connected.
 
         Raises `TransportError` where fewer come within `timeout` seconds.
         """
@@ -113,7 +115,7 @@ class TcpListener:
 
 
 class TcpRpc:
-    """One engine that has dialled."""
+    """The trainer's side of a connection to one engine."""
 
     def __init__(self, name: str, streams: Streams, loop: LoopThread) -> None:
         self.name = name
@@ -142,7 +144,7 @@ class TcpRpc:
             return await answer
 
     async def read(self) -> None:
-        """Takes answers until the connection ends."""
+        """Receives answers until the connection ends."""
         reason = "closed the connection"
         try:
             while True:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of `engine.py`, which were here before."""
+    """Finds the classes of `engine.py` under their old names."""
     if name in ("AsyncVllmEngine", "VllmEngine"):
         return getattr(import_module("instep.engine.vllm.engine"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,8 @@ Saved = tuple[Mapping[str, torch.Tensor], str]
 
 
 class VllmAdapter(AdapterHost):
-    """number: `lora_int_id` of the requests that ask for it.
+    """Serves a pushed LoRA adapter in a worker. number: `lora_int_id` of the requests that ask
+    for it.
 
     vLLM forgets adapters: where others need the room, and where the base weights are reloaded. It loads them again when a request comes,
     from the path in the request. What was pushed is given to it then, whatever the path.
@@ -42,13 +43,13 @@ class VllmAdapter(AdapterHost):
         manager._load_adapter = self.read
 
     def read(self, request: Any) -> Any:
-        """What vLLM calls to load the adapter that a request names."""
+        """Loads the adapter that a request names, in the place of vLLM's own function."""
         if request.lora_int_id == self.number and self.served is not None:
             return self.parsed(self.served)
         return self.read_folder(request)
 
     def parsed(self, saved: Saved) -> Any:
-        """vLLM's `LoRAModel`. Raises whatever vLLM raises."""
+        """Returns vLLM's `LoRAModel` of these tensors. Raises whatever vLLM raises."""
         from vllm.lora.request import LoRARequest
 
         tensors, config = saved
@@ -72,7 +73,8 @@ class VllmAdapter(AdapterHost):
         self.check_sizes(pairs)
 
     def check_sizes(self, pairs: Mapping[str, Any]) -> None:
-        """vLLM would put what is too small into a corner of its own."""
+        """Raises `PlanError` for an adapter of another size than its layer. vLLM would write a
+        smaller one into a corner of its own tensor."""
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
         for layer, module in self.layers.modules.items():
@@ -100,7 +102,8 @@ class VllmAdapter(AdapterHost):
 
 
 def _sizes(layer: Any, parts: int) -> list[tuple[int, int]]:
-    """What a linear layer takes and gives in all workers together, for each of the checkpoint's layers that it is made of."""
+    """Returns the sizes of input and output, of all workers together, for each checkpoint layer
+    that a linear layer is made of."""
     if parts == 1:
         return [(layer.input_size, layer.output_size)]
     shared = getattr(layer, "num_kv_head_replicas", 1)  # several workers have the same heads of k and v

@@ -14,7 +14,8 @@ from instep.engine.remote.answers import Answer, answer
 
 
 def note_versions(llm: Any) -> bool:
-    """Notes them from now on, for an `AsyncLLM`. Whether vLLM does: 0.32 does, 0.31 does not."""
+    """Notes versions from now on in the answers of an `AsyncLLM`. Returns whether this vLLM
+    tells them: 0.32 does, 0.31 does not."""
     processor = getattr(llm, "output_processor", None)
     if processor is None or not _labels():
         return False

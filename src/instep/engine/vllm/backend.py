@@ -67,7 +67,8 @@ SESSION = "vllm"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """timeout: seconds that a worker waits for the others, and for the proof of the bytes."""
+    """Arguments of the phase `init`. timeout: seconds that a worker waits for the others, and
+    for the proof of the bytes."""
 
     timeout: float = Config().timeout
 
@@ -77,7 +78,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """manifest: an encoded `Manifest`, in base64: the whole version, or `part` of `parts`, counted from 1."""
+    """Arguments of the phase `update`. manifest: an encoded `Manifest`, in base64. It is the
+    whole version, or `part` of `parts`, counted from 1."""
 
     manifest: str
     part: int = 1
@@ -103,12 +105,12 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self.init_transfer_engine(InitInfo())
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | None:
-        """None where it is wrong and another worker says so."""
+        """Returns None if the arguments are wrong and another worker raises the error."""
         parse: Callable[[dict[str, Any]], InitInfo] = super().parse_init_info
         return self._with_one_voice(lambda: parse(init_dict))
 
     def init_transfer_engine(self, init_info: InitInfo | None) -> None:
-        """From here on another trainer may push than before."""
+        """Lets another trainer push from here on."""
         if init_info is not None:
             self.peers.timeout = init_info.timeout
             self.member = Member(self.peers, SESSION, init_info.timeout)
@@ -131,7 +133,7 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
-        """Abstract in vLLM 0.26 and 0.27, gone from 0.28."""
+        """Exists because the method is abstract in vLLM 0.26 and 0.27. It is gone from 0.28."""
         raise NotImplementedError("send weights with instep.WeightSync, or with instep.engine.vllm.publisher.WeightPublisher")
 
     async def _stage(self, info: UpdateInfo) -> None:
@@ -153,7 +155,8 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         await self.member.commit(manifest, request, "keep", lambda: manifest.digests)
 
     def _in_step(self, phase: Callable[[], None]) -> None:
-        """Runs a phase in which workers ask each other. It must have ended well in all of them, also in one that was late."""
+        """Runs a phase in which workers ask each other. Raises `SyncError` if the phase failed
+        or was late in another worker."""
         self.member.seq = self.peers.next_phase()
         try:
             phase()
@@ -179,14 +182,16 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             self.worker.instep_call("abort", encode(Request(0, SESSION)))
 
     def _start_over(self) -> None:
-        """Workers that ended a phase in different ways must make the same calls in the next: all trace again, and none aborts first."""
+        """Resets this worker, so that workers that ended a phase in different ways make the same
+        calls in the next: all trace, and none aborts first."""
         self._unstage()
         self.member.condemned = None
         if (receiver := receiver_of(self.worker)) is not None:
             receiver.signature = None
 
     def _with_one_voice(self, action: Callable[[], T]) -> T | None:
-        """None where it has failed and another worker says so."""
+        """Runs `action` and raises its error in one worker alone. In the others, returns None
+        after an error."""
         try:
             return action()
         except Exception as error:
@@ -203,7 +208,7 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
 
 def decoded(info: UpdateInfo) -> Manifest:
-    """Raises `ConfigError` for what no publisher has made."""
+    """Returns the manifest. Raises `ConfigError` for one that no publisher has made."""
     try:
         return decode(b64decode(info.manifest, validate=True), Manifest)
     except (TypeError, ValueError, binascii.Error, msgspec.DecodeError) as error:
@@ -213,7 +218,8 @@ def decoded(info: UpdateInfo) -> Manifest:
 
 
 def _worker_that_calls() -> Any:
-    """The worker that is building its backend. vLLM gives a backend the model and no way to the worker, so it is looked up in the stack."""
+    """Returns the worker that is building its backend. vLLM gives a backend the model but not
+    the worker, so this function looks through the stack."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -227,7 +233,8 @@ def _worker_that_calls() -> Any:
 
 
 def _answer_to_instep(worker: Any) -> None:
-    """`collective_rpc` finds instep's calls in this worker, as if it had the extension."""
+    """Adds instep's calls to this worker, so that `collective_rpc` finds them without the
+    extension."""
     for call in (WorkerExtension.instep_call, WorkerExtension.instep_status):
         if not hasattr(worker, call.__name__):
             setattr(worker, call.__name__, MethodType(call, worker))

@@ -1,4 +1,4 @@
-"""The checkpoint that a vLLM worker has loaded its first weights from."""
+"""The checkpoint from which a vLLM worker has loaded its first weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from instep.errors import PlanError
 
 
 def loaded_from(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Its tensors, read once more by vLLM's own loader. Raises `PlanError` where there is none, or it cannot be read."""
+    """Yields the checkpoint's tensors, read once more by vLLM's own loader. Raises `PlanError`
+    if there is no checkpoint or reading fails."""
     from vllm.model_executor.model_loader import get_model_loader
 
     config = worker.vllm_config

@@ -1,4 +1,4 @@
-"""What a vLLM's configuration says of instep."""
+"""Reads from a vLLM's configuration how its workers know instep."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ EXTENSION = "instep.vllm.WorkerExtension"
 
 
 def reaches_workers(config: Any) -> bool:
-    """Whether the workers of a vLLM with this configuration answer instep."""
+    """Whether the workers of a vLLM with this configuration answer instep's calls."""
     return bool(config.parallel_config.worker_extension_cls) or chosen(config)
 
 
 def chosen(vllm_config: Any) -> bool:
-    """Whether an engine was started with this backend: its workers answer instep then, without a worker extension."""
+    """Whether an engine was started with the backend `instep`. Its workers then answer without a
+    worker extension."""
     config = getattr(vllm_config, "weight_transfer_config", None)
     return config is not None and config.backend == NAME

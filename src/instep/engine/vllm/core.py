@@ -16,7 +16,8 @@ from instep.protocol import Identity, Reply, Request, decode, encode
 
 
 def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] | Future[list[bytes]]:
-    """What `fused_commit.FusedCommit` says. core: an `EngineCore`. A future where it has a step to finish first, as from vLLM's own pause.
+    """Does what `fused_commit.FusedCommit` says. core: an `EngineCore`. Returns a future if a
+    step has to finish first, as vLLM's own pause does.
 
     vLLM's loop waits for a message when that step has ended, and does not look whether there is work again by then: it gets one.
     """
@@ -43,7 +44,7 @@ def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] 
 
 
 def relabel(core: Any) -> None:
-    """Take the label of a version away from weights that no longer are of it.
+    """Removes a version's label from weights that are not that version's any more.
 
     core: an `EngineCore` whose workers were called for something else than a push.
     """

@@ -29,7 +29,8 @@ ENTRANCES = ("generate", "chat", "beam_search", "enqueue", "encode", "embed", "c
 
 
 def adapt(obj: Any) -> Engine | None:
-    """An engine for an `LLM` or an `AsyncLLM`; None for anything else. Raises `ConfigError` where its workers do not know instep."""
+    """Returns an engine for an `LLM` or an `AsyncLLM`; None for another object. Raises
+    `ConfigError` if its workers do not know instep."""
     if not type(obj).__module__.startswith("vllm."):
         return None
     config = getattr(obj, "vllm_config", None) or getattr(getattr(obj, "llm_engine", None), "vllm_config", None)
@@ -47,7 +48,8 @@ def adapt(obj: Any) -> Engine | None:
 
 
 class VllmEngine:
-    """`vllm.LLM`. Its calls block, so they run in a thread of their own that can be left behind when a deadline passes."""
+    """A `vllm.LLM` as an engine. Its calls block, so they run in a thread of their own, which is
+    left behind when a deadline passes."""
 
     def __init__(self, llm: Any, name: str = "vllm") -> None:
         self.llm = llm
@@ -98,7 +100,8 @@ class VllmEngine:
 
 
 class AsyncVllmEngine:
-    """`AsyncLLM`. Its calls run on the event loop that it lives on, whichever loop the push runs on."""
+    """An `AsyncLLM` as an engine. Its calls run on the `AsyncLLM`'s own event loop, whichever
+    loop the push runs on."""
 
     def __init__(self, llm: Any, name: str = "vllm") -> None:
         self.llm = llm
@@ -135,8 +138,9 @@ class AsyncVllmEngine:
             await self._on_its_loop(self.llm.pause_generation(mode="abort", clear_cache=True))
 
     async def _pause(self, *, reset: bool) -> None:
-        """`pause_generation` without the 20 ms that it sleeps at its end, to let outputs of the last step reach their callers before it
-        returns: they say themselves which version they are of."""
+        """Pauses without the 20 ms for which `pause_generation` sleeps at its end. It waits
+        there until the outputs of the last step have reached their callers; these outputs have
+        their version in them."""
         if not hasattr(self.llm.engine_core, "pause_scheduler_async"):  # where the front end pauses, in old versions of vLLM
             await self.llm.pause_generation(mode="keep", clear_cache=reset)
             return
@@ -164,7 +168,8 @@ class AsyncVllmEngine:
 
 
 def guard(llm: Any, name: str, reason: str | None) -> None:
-    """Covers the methods of this one object that run the model, or uncovers them again."""
+    """Replaces the methods of this one object that run the model with ones that raise, or
+    removes those again."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise EngineDirty(f"{name} refuses to generate: {reason}")
@@ -191,7 +196,7 @@ def _prompt_logprobs(output: Any, token_ids: list[int]) -> list[float]:
 
 
 def _lost(name: str, error: Exception) -> Exception:
-    """vLLM's own error, or ours where it says that a process is gone."""
+    """Returns vLLM's own error, or an `EngineLost` if a process is gone."""
     if type(error).__name__ in ("EngineDeadError", "CancelledError", "BrokenPipeError") or "died" in str(error):
         return EngineLost(f"{name} lost a process: {type(error).__name__}: {error}")
     return error

@@ -1,4 +1,4 @@
-"""Where a vLLM keeps the experts of a mixture, and when a push cannot follow that.
+"""Checks where a vLLM keeps the experts of an MoE model, and whether a push can follow.
 
 Routes are traced in each worker through its own loader, which knows the experts that the worker has: expert parallelism needs nothing
 else, and the proof wants each expert read by some worker. Two things break this.
@@ -24,7 +24,8 @@ TOGETHER = "start all ranks as one engine: one AsyncLLM(data_parallel_size=...),
 
 
 def check_experts_stay(config: Any) -> None:
-    """Raises `PlanError` where a vLLM with this configuration moves experts between its workers while it serves."""
+    """Raises `PlanError` if a vLLM with this configuration moves experts between its workers
+    while it serves."""
     if getattr(config.parallel_config, "enable_eplb", False):
         raise PlanError(
             "vLLM's load balancing of experts (enable_eplb) moves them between workers while it serves, and its loader does not follow: "
@@ -34,7 +35,8 @@ def check_experts_stay(config: Any) -> None:
 
 
 def apart(config: Any, client: Any) -> str | None:
-    """Why an engine is only a part of one, or None. client: vLLM's to its engines, the `engine_core` of an `LLMEngine` or an `AsyncLLM`."""
+    """Why this engine is only a part of one, or None. client: the `engine_core` of an
+    `LLMEngine` or an `AsyncLLM`."""
     replicas = len(getattr(client, "core_engines", ())) or 1
     parallel = config.parallel_config
     ranks: int = getattr(parallel, "data_parallel_size", 1)

@@ -1,4 +1,5 @@
-"""Calls of workers that fail before they come to them: the workers hear of it, since a trainer may be waiting for them in a broadcast.
+"""Tells workers of calls that failed before they reached them, as a trainer may be waiting for
+the workers in a broadcast.
 
 The name of a method is looked at in vLLM's core. There a wrong one is refused once; in several workers each would refuse it, and vLLM reads
 one reply.
@@ -18,7 +19,8 @@ TELL = "instep_call_failed"
 
 
 def watch(core: Any) -> None:
-    """core: vLLM's `EngineCore`, or None. May be repeated.
+    """Wraps `collective_rpc` in vLLM's classes. core: vLLM's `EngineCore`, or None. May be
+    repeated.
 
     `LLMEngine` and not `LLM`: Ray holds an actor's methods as they were before its first line ran.
     """
@@ -41,7 +43,8 @@ def _refusing_names(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A `TypeError` is about arguments that vLLM cannot send."""
+    """Wraps a front end's `collective_rpc`. A `TypeError` there means that vLLM cannot send the
+    arguments."""
 
     def collective_rpc(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -69,14 +72,14 @@ def _found(module: str, name: str) -> Any:
 
 
 def _hears(engine: Any) -> bool:
-    """Whether the workers are extended by a class that wants to be told."""
+    """Whether the workers' extension has the method that takes this news."""
     with suppress(Exception):
         return hasattr(_class(engine.vllm_config.parallel_config.worker_extension_cls), TELL)
     return False
 
 
 def _known(parallel: Any, method: str) -> bool:
-    """Whether a worker has it, or that cannot be told."""
+    """Whether a worker has this method. True also if that cannot be found out."""
     with suppress(Exception):
         return any(
             hasattr(_class(name), method)

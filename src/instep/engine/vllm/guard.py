@@ -1,4 +1,4 @@
-"""A vLLM worker that holds parts of two versions does not run its model."""
+"""Keeps a vLLM worker that holds parts of two versions from running its model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from instep.errors import EngineDirty
 
 
 def refuse_while(worker: Any, dirty: Callable[[], str | None], before_new: Callable[[], None] = lambda: None) -> None:
-    """From now on a step of the worker raises `EngineDirty` while `dirty` gives a reason. That ends the engine: better than tokens of
-    two versions.
+    """Makes each step of the worker raise `EngineDirty` while `dirty` gives a reason. This ends
+    the engine: better than tokens of two versions.
 
     before_new: called before a step that begins with new requests.
 

@@ -1,4 +1,4 @@
-"""The model of a vLLM worker, as a receiver sees it."""
+"""The model of a vLLM worker as a receiver's host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from instep.receiver.layout import Layout
 
 
 class VllmModel:
-    """A vLLM worker as a receiver sees it."""
+    """The model of one vLLM worker: its loader, its reload session and its layers."""
 
     always_reloads: str | None = None
 
@@ -86,7 +86,8 @@ class VllmModel:
             self.worker.model_runner.reset_lora_state()
 
     def filled(self) -> Iterator[torch.Tensor]:
-        """The KV cache, and the states of layers that have some."""
+        """Yields the tensors that generation fills: the KV cache, and the states of recurrent
+        layers."""
         return _tensors(getattr(self.worker.model_runner, "kv_caches", ()))
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
@@ -109,7 +110,8 @@ class VllmModel:
         )
 
     def rebuild(self, layer: str, fill: Fill) -> None:
-        """What vLLM's reload does to a layer when its last tensor has arrived, without the loaders: they take twice as long as the work."""
+        """Does what vLLM's reload does to a layer when its last tensor has arrived, without the
+        loaders, which take twice as long as the work."""
         module: Any = self.model.get_submodule(layer)
         views = [view for view in self.views if view.layer is module]
         with self._context(), tensors_put_back([module]), views_follow(views):
@@ -152,7 +154,7 @@ class VllmModel:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        """What vLLM sets while it loads a model."""
+        """Sets what vLLM sets while it loads a model."""
         from vllm.config import set_current_vllm_config
         from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -174,18 +176,21 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 
 
 def in_bytes(held: dict[str, Any]) -> torch.Tensor:
-    """All bytes of the tensors among some attributes, in the order of their names."""
+    """Returns all bytes of the tensors among some attributes, in the order of their names. uint8
+    [N]."""
     tensors = (held[name].detach() for name in sorted(held) if isinstance(held[name], torch.Tensor) and held[name].numel())
     return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in tensors])
 
 
 def _is_map(name: str, buffer: torch.Tensor) -> bool:
-    """Whether a buffer says which expert is where. Others that a session does not wait for are weights, such as a router's bias."""
+    """Whether a buffer maps experts to places. Other buffers that a session does not wait for
+    are weights, such as a router's bias."""
     return name in never_loaded() and not buffer.dtype.is_floating_point
 
 
 def _import_reload() -> None:
-    """vLLM's reload imports its quantisation methods in the middle of a session, which takes seconds: do it before anything is paused."""
+    """Imports the quantisation methods of vLLM's reload. vLLM would import them in the middle of
+    a session, which takes seconds."""
     for module in ("vllm.model_executor.layers.quantization.online.fp8", "vllm.model_executor.layers.quantization.online.moe_base"):
         with suppress(ImportError):  # other versions of vLLM have it elsewhere
             import_module(module)

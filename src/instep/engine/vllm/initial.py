@@ -1,4 +1,5 @@
-"""vLLM's initial load, of a few layers at a time, into a model of its own: what a reload session has to come to (`receiver/initial.py`).
+"""Runs vLLM's initial load on a second model, a few layers at a time. A reload session must give
+the same result (see `receiver/initial.py`).
 
 The model is built once more, as vLLM builds it, and large weights take no memory until their block is loaded.
 What vLLM keeps by layer names while it builds a model goes to a configuration of its own, so that the live model is not touched.
@@ -25,7 +26,7 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class VllmFresh(VllmModel):
-    """A second model of a vLLM worker. fill: the byte in memory into which nothing is loaded."""
+    """A second model of a vLLM worker. fill: the byte that fills memory before it is loaded."""
 
     def __init__(self, host: VllmModel, fill: int) -> None:
         self.live, self.device, self.fill, self.busy = host.model, host.device, fill, False
@@ -52,7 +53,8 @@ class VllmFresh(VllmModel):
         return built.eval()
 
     def units(self) -> Iterator[dict[str, str]]:
-        """A block of a list of them is loaded as one: modules of it refer to each other. So are blocks that share a weight."""
+        """Yields groups of modules that are loaded together. The modules of one block in a list
+        refer to each other, so they form a unit. Blocks that share a weight do too."""
         known_as = {_unwrapped(name): name for name, _ in self.live.named_modules()}  # one with an adapter comes after what wraps it
         groups: dict[str, dict[str, str]] = {}
         moved: dict[str, str] = {}
@@ -72,7 +74,8 @@ class VllmFresh(VllmModel):
         yield from groups.values()
 
     def _block(self, name: str) -> str:
-        """The outermost element of a list, or the outermost module without lists, that a module belongs to: itself, if it holds such."""
+        """Returns the outermost list element, or the outermost module without lists in it, to
+        which a module belongs. A module that holds lists belongs to itself."""
         module, parts = self.model, name.split(".") if name else []
         for at, part in enumerate(parts, 1):
             in_list, module = isinstance(module, LISTS), module.get_submodule(part)
@@ -98,7 +101,8 @@ class VllmFresh(VllmModel):
                 one.restore()
 
     def _alone(self, unit: Mapping[str, str]) -> nn.Module:
-        """A model that has the blocks of a unit, and no others. A module with blocks below it is none, and has nothing to be processed."""
+        """Returns a model with only this unit's blocks. A module with blocks below it is none,
+        and has no weights to process."""
         blocks = {block for block in map(self._block, unit) if self._in_list(block) or id(self._modules[block]) not in self._with_lists}
         alone = nn.Module()
         alone.blocks = nn.ModuleList(self._modules[block] for block in sorted(blocks))
@@ -108,7 +112,8 @@ class VllmFresh(VllmModel):
         return bool(name) and isinstance(self._modules[name.rpartition(".")[0]], LISTS)
 
     def _materialise(self, unit: Mapping[str, str]) -> None:
-        """Gives a unit memory for its weights; one that vLLM makes by itself while it loads is left to it."""
+        """Allocates memory for a unit's weights, except for modules whose memory vLLM allocates
+        while it loads."""
         made: dict[int, torch.Tensor] = {}
         for name, known_as in unit.items():
             module, live = self._modules[name], self.live.get_submodule(known_as)
@@ -125,7 +130,8 @@ class VllmFresh(VllmModel):
                         registry[leaf] = made[id(tensor)]
 
     def _memory(self, meta: torch.Tensor, like: Any) -> torch.Tensor:
-        """like: what the live model has there, where no checkpoint has it."""
+        """Allocates one tensor. like: the live model's tensor in this place, copied because no
+        checkpoint has it."""
         tensor = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=self.device)
         if isinstance(like, torch.Tensor) and (like.shape, like.dtype) == (meta.shape, meta.dtype):
             tensor.copy_(like)
@@ -137,7 +143,7 @@ class VllmFresh(VllmModel):
 
 
 class _Before:
-    """A module of a second model as it was before it was loaded, with vLLM's objects that it alone holds."""
+    """Saves a module of a second model, and the vLLM objects that only it holds, before a load."""
 
     def __init__(self, module: nn.Module, live: nn.Module) -> None:
         held = (value for name, value in vars(module).items() if value is not vars(live).get(name))
@@ -148,7 +154,7 @@ class _Before:
         self.registries = [(one, dict(one)) for one in registries]
 
     def restore(self) -> None:
-        """Lets go of what was loaded and derived."""
+        """Drops what was loaded and derived."""
         for one, attributes in self.attributes:
             vars(one).clear()
             vars(one).update(attributes)
@@ -158,7 +164,7 @@ class _Before:
 
 
 class _Weightless(TorchFunctionMode):
-    """Large tensors get a shape alone, memory of others is filled with one byte."""
+    """Gives large tensors a shape and no memory, and fills the memory of others with one byte."""
 
     def __init__(self, fill: int) -> None:
         super().__init__()
@@ -178,7 +184,8 @@ class _Weightless(TorchFunctionMode):
 
 
 def _config(live: Any) -> Any:
-    """A worker's configuration, with nothing in it that is kept by layer names or compiles a model."""
+    """Returns a copy of a worker's configuration without the entries by layer name, and without
+    compilation."""
     from vllm.config import CompilationMode, VllmConfig
 
     config = copy(live)
@@ -191,7 +198,7 @@ def _config(live: Any) -> Any:
 
 
 def _finish_online(model: nn.Module, model_config: Any) -> None:
-    """As vLLM's initial load does where it quantises while it loads."""
+    """Finishes a model that vLLM quantises while it loads, as vLLM's initial load does."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
     if any(getattr(getattr(module, "quant_method", None), "uses_meta_device", False) for module in model.modules()):
@@ -199,5 +206,6 @@ def _finish_online(model: nn.Module, model_config: Any) -> None:
 
 
 def _unwrapped(name: str) -> str:
-    """A module's name without what vLLM wraps around layers that take adapters."""
+    """Returns a module's name without the wrappers that vLLM puts around layers that take
+    adapters."""
     return ".".join(part for part in name.split(".") if part != "base_layer")

@@ -1,4 +1,5 @@
-"""A vLLM model in checkpoint layout: what its reload session would load into, seen before the session runs.
+"""A vLLM model in checkpoint layout: the tensors that its reload session would load into, before
+the session runs.
 
 vLLM remembers the layout of most tensors, and keeps some live in a session: those named in its own
 lists, which differ from version to version. Here no tensor stays live, whatever its name.
@@ -21,7 +22,8 @@ from instep.receiver.watcher import layer_of, storage_of
 
 @contextmanager
 def laid_out(model: nn.Module) -> Iterator[Layout]:
-    """Within it stand-ins are in the place of all parameters and buffers, with loaders of their own."""
+    """Replaces all parameters and buffers by stand-ins with loaders of their own, while it
+    lasts."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
@@ -57,7 +59,8 @@ class VllmLayout(Layout):
         self.written: set[str] = set()
 
     def watch(self, layer: str, leaf: str, tensor: torch.Tensor, *, live: bool) -> None:
-        """Look at what writes to a stand-in. live: whether the session leaves the real tensor in its place."""
+        """Watches the writes to a stand-in. live: whether the session leaves the real tensor in
+        its place."""
         storage = storage_of(tensor)
         self.layers[storage] = layer
         if live:
@@ -97,7 +100,8 @@ class VllmLayout(Layout):
 
 
 def loader_of(tensor: torch.Tensor) -> Callable[..., Any]:
-    """A tensor's own loader. That of a reload session may still be around it; outside of a session it drops what it is given."""
+    """Returns a tensor's own loader. A reload session may have left its wrapper around it, which
+    drops tensors once the session is over."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader: Any = getattr(tensor, "weight_loader", default_weight_loader)
@@ -108,7 +112,8 @@ def loader_of(tensor: torch.Tensor) -> Callable[..., Any]:
 
 
 def never_loaded() -> Collection[str]:
-    """Names of tensors that vLLM's reload session does not wait for: maps of experts, and what it writes directly."""
+    """Returns the names of tensors that vLLM's reload session does not wait for: expert maps,
+    and tensors that it writes directly."""
     from vllm.model_executor.model_loader.reload import meta
 
     names: Collection[str] = getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS

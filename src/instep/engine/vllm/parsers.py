@@ -20,7 +20,8 @@ KEPT = 64
 
 
 def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], list[tuple[str, str]] | None]:
-    """A function from a turn's text and OpenAI's definitions of the tools to each call's name and arguments (JSON).
+    """Returns a function that reads tool calls. It takes a turn's text and OpenAI's definitions
+    of the tools, and returns each call's name and arguments (JSON).
 
     It gives None where the text holds a call that the parser cannot read: vLLM takes that for an ordinary answer, and loses valid calls
     beside it. Raises `ConfigError` for a parser that this vLLM does not have or that does not suit the tokenizer.
@@ -42,7 +43,8 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
 
     @lru_cache(KEPT)
     def idle(definitions: str) -> list[Any]:  # noqa: ARG001
-        """Parsers of these tools that nobody uses: one reads a text at a time, and texts may be read in several threads."""
+        """Returns the parsers of these tools that are not in use. One parser reads one text at a
+        time, and several threads may read texts."""
         return []
 
     def extract(text: str, tools: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
@@ -66,7 +68,7 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
 
 
 def names() -> list[str]:
-    """The parsers that this vLLM has."""
+    """Returns the names of the parsers that this vLLM has."""
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""An update that comes in several calls of vLLM's `update_weights`: parts of one version, put together or refused."""
+"""Joins an update that comes in several calls of vLLM's `update_weights`, or refuses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANEW = "call start_weight_update, then update_weights with each part that one up
 
 
 class Parts:
-    """What has come since vLLM's `start_weight_update`. Parts may come in any order."""
+    """Collects the parts that have come since `start_weight_update`. They may come in any order."""
 
     def __init__(self) -> None:
         self.found: dict[int, Manifest] = {}
@@ -22,7 +22,7 @@ class Parts:
         self.whole: Manifest | None = None
 
     def add(self, manifest: Manifest, part: int, count: int) -> Manifest | None:
-        """The whole version, where this is the last part that was missing.
+        """Adds a part. Returns the whole version when no part is missing, else None.
 
         Raises `ConfigError` for numbers that count no parts, `VersionConflict` for a part that came before or is of another update.
         """
@@ -36,7 +36,7 @@ class Parts:
         return self.whole
 
     def missing(self) -> str | None:
-        """What did not come, in words, of an update that has begun."""
+        """Says which parts of an update that has begun have not come, or returns None."""
         if not self.found or self.whole is not None:
             return None
         absent = [number for number in range(1, self.count + 1) if number not in self.found]
@@ -55,7 +55,8 @@ class Parts:
 
 
 def split(manifest: Manifest, count: int) -> list[Manifest]:
-    """Parts of about the same size in bytes, in the order of the tensors. Raises `ConfigError` for more parts than tensors."""
+    """Splits a version, in the order of its tensors, into parts of about the same size in bytes.
+    Raises `ConfigError` for more parts than tensors."""
     tensors = manifest.tensors
     if not 1 <= count <= len(tensors):
         raise ConfigError(f"{len(tensors)} tensors cannot be sent in {count} parts")
@@ -78,7 +79,7 @@ def _of(manifest: Manifest, names: set[str]) -> Manifest:
 
 
 def _update(manifest: Manifest) -> tuple[str, str | None, Location, bool]:
-    """What all parts of an update have in common. Each publication has an address of its own."""
+    """Returns what all parts of one update have in common. Each publication has its own address."""
     return manifest.version, manifest.base, structs.replace(manifest.location, offsets={}), manifest.merged
 
 

@@ -1,4 +1,5 @@
-"""The workers of one engine, seen from one of them: they answer each other without their trainer."""
+"""The workers of one engine as one of them sees them: they answer each other without their
+trainer."""
 
 from __future__ import annotations
 
@@ -17,20 +18,21 @@ CALLS_OF_A_PHASE = 1 << 16
 
 
 def receiver_of(worker: Any) -> Receiver | None:
-    """None until instep has called this worker."""
+    """Returns this worker's receiver; None until instep has called the worker."""
     receiver: Receiver | None = worker.__dict__.get("instep_receiver")
     return receiver
 
 
 def speaks(worker: Any) -> bool:
-    """Whether this worker raises what has failed in any: the last one, or each where each has a caller of its own."""
+    """Whether this worker raises the errors of all. Only the last one does, unless each worker
+    has a caller of its own."""
     parallel = worker.vllm_config.parallel_config
     last: bool = worker.rank == parallel.world_size - 1
     return last or parallel.distributed_executor_backend == "external_launcher"
 
 
 class Peers:
-    """All workers as an `Engine`: a call runs in this worker, and brings the replies of all.
+    """All workers as an `Engine`. A call runs in this worker, and returns the replies of all.
 
     What is said goes through the store that vLLM's process group was built on. No collective: one that is cut short by a deadline leaves
     its group unusable, and vLLM needs it. `timeout` in seconds.
@@ -53,7 +55,8 @@ class Peers:
         self.left: list[str] = []  # what this worker posted in phases that some worker may not have ended yet
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        """Raises `TimeoutError` where a worker does not answer, or has not proved its bytes in time."""
+        """Runs a call. Raises `TimeoutError` if a worker does not answer, or has not proved its
+        bytes in time."""
         receiver = receiver_of(self.worker)
         if method == "ready" and receiver is not None and receiver.prepared is not None:
             wait([receiver.prepared.arrival], self.timeout)
@@ -68,14 +71,15 @@ class Peers:
         return answers
 
     def next_phase(self) -> int:
-        """The number before that of its first call. Workers number their calls anew in each phase, so that one that left a phase early is
-        in step with the others in the next."""
+        """Begins a phase. Returns the number before that of its first call. Each phase numbers
+        its calls anew, so that a worker that left one early is in step in the next."""
         self.phase += 1
         self.left, self.posted = self.left + self.posted, []
         return CALLS_OF_A_PHASE * self.phase
 
     def tell_end(self, failure: str | None) -> str | None:
-        """Tells the others how the phase has ended in this worker. Without a failure here: what has failed in another."""
+        """Tells the others how the phase has ended in this worker. If it ended well here,
+        returns what has failed in another, or None."""
         key = f"end-{self.phase}"
         self._post(key, (failure or "").encode(errors="replace"))
         if failure is not None:
@@ -92,7 +96,7 @@ class Peers:
         self.posted.append(address)
 
     def _gather(self, key: str) -> list[bytes]:
-        """What each worker has posted, in the order of ranks."""
+        """Returns what each worker has posted, in the order of ranks."""
         addresses = [self._address(key, rank) for rank in range(self.size)]
         try:
             self.store.wait(addresses, timedelta(seconds=self.timeout))
@@ -108,13 +112,14 @@ class Peers:
         return f"instep/{self.first + rank}/{key}"
 
     async def pause(self, caches: CachePolicy) -> None:
-        """No engine step runs during a phase. Caches are the caller's: `pause_generation(clear_cache=True)` or `reset_prefix_cache()`."""
+        """Does nothing: no engine step runs during a phase. The caller clears caches, with
+        `pause_generation(clear_cache=True)` or `reset_prefix_cache()`."""
 
     async def resume(self) -> None:
         pass
 
     async def label(self, version: str) -> None:
-        """The caller's too: `finish_weight_update(weight_version)`."""
+        """Does nothing: the caller sets the label with `finish_weight_update(weight_version)`."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""What vLLM loads at its start, in every process, through the entry point `vllm.general_plugins`.
+"""The plug-in that vLLM loads at its start, in every process, through the entry point
+`vllm.general_plugins`.
 
 It makes `instep` a name that `weight_transfer_config` knows, gives vLLM's `EngineCore` the utility call `instep_commit` (see
 `core.py`), has calls of workers carry dtypes, and tells workers of calls that do not come to them (see `failed_calls.py`). Nothing is
@@ -19,7 +20,8 @@ from instep.engine.vllm.config import NAME
 
 
 def register() -> None:
-    """May be repeated. Never raises, as vLLM would not start; does nothing where weight transfer has other phases (vLLM before 0.25)."""
+    """Registers instep with vLLM. May be repeated. Never raises, as vLLM would not start. Does
+    nothing if weight transfer has other phases (vLLM before 0.25)."""
     try:
         _add_commit()
         _name_dtypes()
@@ -30,7 +32,8 @@ def register() -> None:
 
 
 def _add_commit() -> None:
-    """Where vLLM's core is not imported yet it goes without: what starts from here then makes a call for each step of a commit."""
+    """Adds `instep_commit` to vLLM's core. If the core is not imported yet, engines started from
+    here make a call for each step of a commit."""
     core = _core()
     messages = getattr(sys.modules.get("vllm.v1.engine"), "EngineCoreRequestType", None)
     if hasattr(core, "pause_scheduler") and hasattr(messages, "WAKEUP"):  # before that the front end paused
@@ -41,7 +44,8 @@ def _add_commit() -> None:
 
 
 def _name_dtypes() -> None:
-    """Have vLLM's calls of its workers carry a `torch.dtype` as its name, where they have no form for one."""
+    """Makes vLLM's calls of its workers carry a `torch.dtype` as its name, if they cannot carry
+    it otherwise."""
     encoder: Any = getattr(sys.modules.get("vllm.v1.serial_utils"), "MsgpackEncoder", None)
     run = getattr(encoder, "enc_hook", None)
     if run is None or hasattr(run, "__wrapped__"):
@@ -60,8 +64,8 @@ def _name_dtypes() -> None:
 
 
 def _watch(core: Any, name: str) -> None:
-    """Have vLLM's core look whether its weights still are those of its label, after it called its
-    workers for something else than a push."""
+    """Makes vLLM's core check, after each call of its workers that is no push, whether its
+    weights are still those of its label."""
     run = getattr(core, name)
     if hasattr(run, "__wrapped__"):
         return
@@ -98,8 +102,8 @@ def _core() -> Any:
 
 
 def commits(vllm_config: Any) -> bool:
-    """Whether an engine that was started from this process with this configuration has `instep_commit`. Replicas, which agree on a pause
-    among themselves, are asked step by step."""
+    """Whether an engine that was started from this process with this configuration has
+    `instep_commit`. Replicas agree on a pause among themselves, so they commit step by step."""
     return hasattr(_core(), "instep_commit") and vllm_config.parallel_config.data_parallel_size == 1
 
 

@@ -23,7 +23,7 @@ from instep.transport.shm.publish import ShmTransport
 
 
 class WeightPublisher:
-    """Publishes versions in shared memory, and makes what vLLM's phases take.
+    """Publishes versions in shared memory, and makes the arguments of vLLM's phases.
 
         publisher = WeightPublisher(model)
         llm.init_weight_transfer_engine({"init_info": publisher.init_info()})
@@ -51,11 +51,12 @@ class WeightPublisher:
         self._in_use = False
 
     def init_info(self) -> dict[str, Any]:
-        """Arguments of `init_weight_transfer_engine`, in plain JSON types."""
+        """Returns the arguments of `init_weight_transfer_engine`, in plain JSON types."""
         return {"timeout": self._config.timeout}
 
     def update_info(self, version: str, *, base: str | None = None) -> dict[str, Any]:
-        """Arguments of `update_weights`: the source's weights of this moment, copied before this returns. Plain JSON types.
+        """Returns the arguments of `update_weights`, in plain JSON types, for the source's
+        weights of this moment. They are copied before this returns.
 
         The version published before can be opened no more; an engine that has staged it keeps it.
 
@@ -66,7 +67,8 @@ class WeightPublisher:
         return _info(self._published(version, base))
 
     def update_infos(self, version: str, parts: int, *, base: str | None = None) -> list[dict[str, Any]]:
-        """Arguments as `update_info` gives them, for `parts` calls of `update_weights` between `start` and `finish`, in any order.
+        """Returns arguments like those of `update_info`, for `parts` calls of `update_weights`
+        between `start` and `finish`, in any order.
 
         Engines take all or nothing.
 
@@ -92,8 +94,8 @@ class WeightPublisher:
         return Manifest(version, base, tensors, published.digests, published.location, source.merged)
 
     def finished(self) -> None:
-        """Every engine that was given the last `update_info` has finished, so that the next one may use the same memory. Optional: memory
-        that is used again saves the time in which the kernel gives out new pages."""
+        """Tells that every engine that was given the last `update_info` has finished. The next
+        version then uses the same memory, which is faster than new pages. This call is optional."""
         self._transport.release_all_but(set())
         self._in_use = False
 

@@ -1,4 +1,5 @@
-"""What vLLM's reload session leaves wrong, set right around it: by the state of a layer, never by a model's name."""
+"""Repairs around vLLM's reload session. They depend on the state of a layer, never on a model's
+name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from instep.receiver.watcher import storage_of
 
 
 def forget_expert_kernels(model: nn.Module) -> None:
-    """Has each expert layer set up its kernel anew when it is loaded.
+    """Makes each expert layer set up its kernel again when it is loaded.
 
     On the CPU the kernel expects packed weights, and vLLM packs them only while it sets the kernel up: its own reload leaves them unpacked,
     and the layer computes nonsense. On a GPU the kernel stays, as CUDA graphs may have captured it.
@@ -27,7 +28,8 @@ def forget_expert_kernels(model: nn.Module) -> None:
 
 
 def name_loaders(layer: nn.Module) -> None:
-    """Gives each loader that has no name one: vLLM's session asks for it, and `functools.partial` makes none."""
+    """Names each loader that has no name: vLLM's session asks for the name, and
+    `functools.partial` has none."""
     kept = (tensor for tensors in get_info(layer).restore_metadata for tensor in tensors.values())
     for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False), *kept):
         loader = getattr(tensor, "weight_loader", None)
@@ -36,7 +38,8 @@ def name_loaders(layer: nn.Module) -> None:
 
 
 def allow_other_tensors(layer: nn.Module, info: Any) -> None:
-    """Lets a session end for a layer whose live parameters are others than vLLM remembers. It would fail to copy.
+    """Lets a session end for a layer whose live parameters are not those that vLLM remembers.
+    Copying into them would fail.
 
     Some layers read another layer's weight once, pack it, and leave an empty one there. Some loaders
     register a parameter when a checkpoint turns out to have it, and do so again in each session.
@@ -49,7 +52,8 @@ def allow_other_tensors(layer: nn.Module, info: Any) -> None:
 
 
 class Fitting(dict[str, nn.Parameter]):
-    """A layer's parameters before a session, as they are gone through when it copies, and when it puts them back.
+    """A layer's parameters before a session. The session reads them when it copies, and when it
+    puts them back.
 
     An empty one is replaced by what the layer has in its place by then, and one of which the session has made nothing is
     not copied into.
@@ -77,7 +81,8 @@ class View(NamedTuple):
 
 
 def parted_views(model: nn.Module) -> list[View]:
-    """Such buffers. vLLM does not remember them as tensors to load, since loading the parameter filled them.
+    """Returns the buffers that are such views. vLLM does not remember them as tensors to load,
+    since loading the parameter filled them.
 
     Packing gives a parameter other memory. Which one it was follows from the number of elements; where
     several have as many, none is taken.
@@ -103,7 +108,8 @@ def parted_views(model: nn.Module) -> list[View]:
 
 @contextmanager
 def views_follow(views: Iterable[View]) -> Iterator[None]:
-    """Within it such buffers take what their parameter holds before vLLM packs it, as the first load filled them."""
+    """Copies each parameter into its view before vLLM packs the parameter, while it lasts. The
+    first load filled the views in the same way."""
     methods = []
     try:
         for view in views:
@@ -127,15 +133,15 @@ def _first_to(view: View, process: Callable[[nn.Module], object]) -> Callable[[n
 
 
 def get_info(layer: nn.Module) -> Any:
-    """What vLLM remembers of a layer for its reload."""
+    """Returns what vLLM remembers of a layer for its reload."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     return get_layerwise_info(layer)
 
 
 def remake(layer: Any, fill: Fill) -> None:
-    """Makes a layer's tensors in the layout that its loader expects, has them filled, derives from them what
-    vLLM keeps, and copies the result into the live tensors.
+    """Makes a layer's tensors in the layout that its loader expects, and has them filled.
+    Derives from them what vLLM keeps, and copies the result into the live tensors.
 
     Buffers are filled where they are. The caller puts the live tensors back.
     """
@@ -161,7 +167,7 @@ def _fits(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
 
 
 def refresh_tied(model: nn.Module) -> None:
-    """Lets layers that share another layer's tensor process it once more.
+    """Makes layers that share another layer's tensor process it again.
 
     vLLM's reload handles a tied tensor through one of its layers; on the CPU the other (lm_head) keeps a packed copy of the old weights.
     """

@@ -1,4 +1,5 @@
-"""A vLLM with data parallelism: to a trainer the workers of all replicas are the workers of one engine."""
+"""A vLLM with data parallelism: the workers of all its replicas are one engine's workers to a
+trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ NUMBERED: dict[str, type[Identity | WorkerReceipt]] = {"hello": Identity, "statu
 
 
 async def call_workers(llm: Any, method: str, payload: bytes) -> list[bytes]:
-    """One reply from each worker of an `AsyncLLM`. vLLM's own call asks all replicas too, but gives the first one's replies alone."""
+    """Returns one reply from each worker of an `AsyncLLM`. vLLM's own call asks all replicas
+    too, but returns only the first one's replies."""
     core = llm.engine_core
     replicas = getattr(core, "core_engines", ())
     if len(replicas) < 2:
@@ -26,7 +28,7 @@ async def call_workers(llm: Any, method: str, payload: bytes) -> list[bytes]:
 
 
 def renumbered(method: str, answers: Sequence[Sequence[bytes]]) -> list[bytes]:
-    """The replies of each replica's workers, as of one engine with so many workers."""
+    """Returns the replies of all replicas' workers, ranks counted through as in one engine."""
     world_size = sum(map(len, answers))
     found: list[bytes] = []
     for answer in answers:

@@ -38,11 +38,12 @@ class VllmControl(Control):
         await super().__call__(scope, receive, send)
 
     async def begin(self, served: Served, args: Namespace) -> None:
-        """When the server starts."""
+        """Runs when the server starts. A subclass may hold requests back here."""
 
 
 class EndpointPlugin:
-    """What vLLM asks for by the entry point. The middleware is all of it: it must see requests to vLLM's own routes too."""
+    """The plug-in of vLLM's entry point. It only adds the middleware, which must see requests to
+    vLLM's own routes too."""
 
     name = "instep"
     required_tasks = ("generate",)
@@ -54,7 +55,8 @@ class EndpointPlugin:
 
 
 def served_of(scope: Scope) -> Served | None:
-    """The engine of vLLM's app, the same for every middleware; None for an app without an engine."""
+    """Returns the engine of vLLM's app, the same for every middleware; None for an app without
+    an engine."""
     state = scope["app"].state
     if getattr(state, "instep", None) is None and getattr(state, "engine_client", None) is not None:
         state.instep = _served(state.engine_client, state.args)

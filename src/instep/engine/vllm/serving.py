@@ -27,7 +27,7 @@ the engine dies: seen in 0.32, after a push in flight too, when all that runs is
 
 
 async def start_vllm(model: str, **arguments: Any) -> VllmServing:
-    """An engine on the running event loop.
+    """Starts an engine on the running event loop.
 
     arguments: those of `vllm.AsyncEngineArgs`. What its log-probabilities mean is not a choice: they are those of the sampled distribution.
     """
@@ -47,8 +47,8 @@ async def start_vllm(model: str, **arguments: Any) -> VllmServing:
 
 
 class VllmServing:
-    """A running `AsyncLLM` as `Serving`. A request that it does not take is a `ConfigError`, what else goes wrong a `GenerationError`; that
-    it refuses while it is dirty, an `EngineDirty`.
+    """A running `AsyncLLM` as `Serving`. A request that vLLM does not take raises `ConfigError`,
+    a dirty engine `EngineDirty`, a lost process `EngineLost`.
 
     llm: as `start_vllm` makes it. model: the name or directory that it was started with, of which the HTTP app needs to know.
     """
@@ -136,7 +136,8 @@ def _sampled(output: Any) -> Sampled:
 
 
 def _kv_cache(config: Any) -> KVCacheInfo:
-    """vLLM 0.27 and later say what they measured, for groups of layers that differ too; before, blocks are all that is known."""
+    """Returns the size of the KV cache. vLLM 0.27 and later tell what they measured, also for
+    layers that differ. Before, only blocks are known."""
     cache, length = config.cache_config, config.model_config.max_model_len
     tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * cache.block_size
     concurrency = getattr(cache, "kv_cache_max_concurrency", None) or tokens / length
@@ -164,12 +165,13 @@ def _dims(config: Any) -> ModelDims:
 
 
 def template_for(tokenizer: Any) -> str | None:
-    """None where the tokenizer has one of its own, and where there is none."""
+    """Returns the template for chats; None if the tokenizer has one, or if there is no
+    tokenizer."""
     return None if tokenizer is None or getattr(tokenizer, "chat_template", None) else PLAIN_TEMPLATE
 
 
 def _server_arguments(model: str, template: str | None) -> Namespace:
-    """What `vllm serve MODEL` would have."""
+    """Returns the arguments that `vllm serve MODEL` would have."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:

@@ -33,7 +33,7 @@ with needed_by("vLLM's trainer engine"):
 
 @dataclass
 class InstepTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """dtype, timeout: as for `WeightPublisher`."""
+    """Arguments of a trainer engine. dtype, timeout: as for `WeightPublisher`."""
 
     backend: ClassVar[str] = NAME
     dtype: torch.dtype | None = None
@@ -41,7 +41,8 @@ class InstepTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class InstepTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Called on every rank of a trainer; rank 0 publishes and talks to the engine, the others take part in gathering the weights."""
+    """vLLM's trainer engine, called on every rank. Rank 0 publishes and talks to the engine, the
+    others take part in gathering the weights."""
 
     init_info_cls = InstepTrainerInitInfo
 
@@ -53,7 +54,7 @@ class InstepTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]
 
     @classmethod
     def trainer_init(cls, init_info: InstepTrainerInitInfo, *, client: Any, source: Any = None, config: Any = None) -> InstepTrainer:  # noqa: ARG003
-        """`config` is vLLM 0.26's and 0.27's."""
+        """Makes a trainer engine. `config` exists in vLLM 0.26 and 0.27 alone."""
         if not isinstance(source, WeightSource):
             raise ConfigError(f"vLLM's trainer engines take a WeightSource, not {type(source).__name__}")
         trainer = cls(init_info, client, source)
@@ -62,7 +63,8 @@ class InstepTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]
         return trainer
 
     def send_weights(self, version: str | None = None) -> None:
-        """One update, from start to finish. The label is made up where none is given: the name of this run and a number.
+        """Makes one update, from start to finish. If no label is given, it is this run's name
+        and a number.
 
         Where the client's engine reports an error, it serves what it served, or the error says that it is dirty.
         """
@@ -87,7 +89,7 @@ class InstepTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]
 
 
 class VllmSource:
-    """vLLM's `WeightSource` as a source of instep. It does not say when its tensors change."""
+    """vLLM's `WeightSource` as a source of instep. It cannot tell when its tensors change."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source

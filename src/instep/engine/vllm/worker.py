@@ -27,11 +27,13 @@ class WorkerExtension:
     """
 
     def instep_call(self, method: str, payload: bytes) -> bytes:
-        """One call of the receiver's protocol: an encoded `Request` in, an encoded `Reply` out. Never raises."""
+        """Answers one call of the receiver's protocol: an encoded `Request` in, an encoded
+        `Reply` out. Never raises."""
         return receiver_for(self).handle(method, payload)
 
     def instep_status(self) -> dict[str, Any]:
-        """What this worker serves and its last error, in plain JSON types: for people, and for vLLM's route `/collective_rpc`."""
+        """Returns what this worker serves and its last error, in plain JSON types: for people,
+        and for vLLM's route `/collective_rpc`."""
         reply = decode(self.instep_call("status", encode(Request(0, ""))), Reply)
         identity = decode(reply.body, Identity)
         return {
@@ -44,7 +46,7 @@ class WorkerExtension:
 
 
 def receiver_for(worker: Any) -> Receiver:
-    """The one of a vLLM worker, made when it is first asked for."""
+    """Returns the receiver of a vLLM worker, and makes it on the first call."""
     if "instep_receiver" not in vars(worker):
         adopt(worker, VllmHost(worker), Receiver)
     receiver: Receiver = vars(worker)["instep_receiver"]
@@ -52,7 +54,7 @@ def receiver_for(worker: Any) -> Receiver:
 
 
 def adopt(worker: Any, host: VllmHost, kind: type[Receiver]) -> None:
-    """Make the receiver of a vLLM worker, and have it notice what changes weights by other ways."""
+    """Makes the receiver of a vLLM worker, which also notices other changes of the weights."""
     if host.device != "cpu" and is_child():
         # OpenMP's threads are not forked, and PyTorch would wait for them in host memory. On a GPU vLLM forks its engine.
         torch.set_num_threads(1)
@@ -61,7 +63,7 @@ def adopt(worker: Any, host: VllmHost, kind: type[Receiver]) -> None:
 
 
 class VllmHost(VllmModel):
-    """A worker's model, beside which a second one can be made."""
+    """A worker's model that can make a second one."""
 
     def fresh(self, fill: int) -> Fresh:
         return VllmFresh(self, fill)
