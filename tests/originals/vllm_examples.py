@@ -14,6 +14,7 @@ from models import PROMPTS, save, tiny
 from vllm import LLM, SamplingParams
 
 SOON = 120.0
+STARTED = 400.0  # seconds until the engine answers
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
 
 
@@ -27,6 +28,7 @@ def started(folder: Path, **arguments: Any) -> Iterator[Any]:
     save(tiny("qwen3", 2), folder)
     ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment(SETTINGS), logging_level="ERROR", log_to_driver=False)
     llm = ray.remote(num_cpus=0, num_gpus=0)(MyLLM).remote(model=str(folder), tensor_parallel_size=2, **ARGUMENTS, **arguments)
+    ray.get(llm.reset_prefix_cache.remote(), timeout=STARTED)
     yield llm
     ray.kill(llm)
     ray.shutdown()
