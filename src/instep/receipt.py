@@ -1,4 +1,4 @@
-"""What a push reports when it has worked."""
+"""The receipt of a push that has succeeded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Receipt:
         return max((engine.pause for engine in self.engines), default=0.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Returns plain JSON types."""
         return asdict(self) | {"pause": self.pause}
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a `WeightSync` has, for `steps.py`."""
+"""The state of a `WeightSync`, for `steps.py`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Sent:
         return self.finish(self.published)
 
     def digests(self) -> dict[str, int]:
-        """The digests by tensor. On a GPU they are taken while the engines prepare and pull.
+        """Returns the digests by tensor. On a GPU they are computed while the engines prepare
+        and pull.
 
         Raises `VersionConflict` where they are not those that they must be.
         """
@@ -51,7 +52,7 @@ class Sent:
 
     @property
     def known(self) -> Mapping[str, int]:
-        """The digests that were taken; none where they could not be."""
+        """The digests if they were computed; empty if not."""
         finished: Published | None = vars(self).get("finished")
         return finished.digests if finished else {}
 
@@ -64,7 +65,7 @@ class Sent:
 
 @dataclass
 class Session:
-    """What one `WeightSync` has, and remembers from push to push."""
+    """The state of one `WeightSync`, kept from push to push."""
 
     config: Config
     source: Guarded
@@ -82,12 +83,14 @@ class Session:
     """The version that at least one engine serves, still published."""
 
     def to_be_had(self) -> Sent | None:
-        """The current version, if its bytes are still to be had: those in the trainer's own memory are gone when it steps."""
+        """Returns the current version if its bytes can still be read. Bytes in the trainer's own
+        memory are gone when the trainer steps."""
         current = self.current
         return None if current and current.manifest.location.live and self.source.stamp() != current.stamp else current
 
     def free_left_versions(self, *, stays: bool) -> None:
-        """Hands the memory of versions that no engine reads any more to the next one. stays: all but that of the current one."""
+        """Frees the memory of versions that no engine reads any more, for the next version.
+        stays: whether the current version's memory is kept."""
         held = {address for member in self.fleet.members for address in member.holding}
         location = self.current.manifest.location if self.current else None
         if location and stays:
@@ -97,7 +100,7 @@ class Session:
         self.transport.release_all_but(held)
 
     def keep(self, sent: Sent) -> None:
-        """An engine serves this version: it is the current one."""
+        """Makes this version, which an engine serves, the current one."""
         with suppress(InstepError):  # the engine has proved the version by itself
             sent.digests()
         self.current = sent
@@ -107,12 +110,13 @@ class Session:
             self.history[version] = self.pushes
 
     def sizes_of(self, tensors: Sequence[TensorMeta]) -> dict[str, int]:
-        """Bytes of each tensor that is sent."""
+        """Returns the bytes of each tensor that is sent."""
         return self.sizes if tensors is self.described else {meta.name: meta.nbytes for meta in tensors if not meta.alias_of}
 
 
 def check_same(version: str, found: Mapping[str, int], pushed: Mapping[str, int]) -> None:
-    """Raises `VersionConflict` where weights that are sent as `version` once more are not those that were pushed as it."""
+    """Raises `VersionConflict` if weights that are sent again as `version` differ from those
+    that were pushed as it."""
     if found != pushed:
         name = next(name for name in found if found[name] != pushed.get(name))
         raise VersionConflict(

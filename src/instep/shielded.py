@@ -1,4 +1,4 @@
-"""Awaiting what must come to its end, whatever happens to the task that waits."""
+"""Runs a coroutine to its end, whatever happens to the task that waits for it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 async def to_the_end(action: Callable[[], Coroutine[Any, Any, T]], times: int = 1) -> T:
-    """What `action()` returns or raises. It goes on while the caller is cancelled, and that is
-    raised afterwards. It must end by itself.
+    """Returns or raises what `action()` does. If the caller is cancelled meanwhile, the action
+    still goes on, and the cancellation is raised afterwards. The action must end by itself.
 
     times: how often it may be begun. An event loop that ends cancels all tasks, once, that of the
     action too.

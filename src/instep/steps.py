@@ -33,7 +33,8 @@ published could not be opened by all of them."""
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which engines are to take the version. found: the look at the source, if nothing was awaited since."""
+    """Engines that are to take the version. found: the last look at the source, if still
+    current."""
 
     way: Way
     members: Sequence[Member]
@@ -92,8 +93,8 @@ class Push(Account):
         return found
 
     def trust(self, found: Look) -> Attempt | None:
-        """The first attempt, where each engine is as this trainer's last push has left it, so far as it knows: they are not asked. One
-        in another state refuses to prepare. None where one has to be asked."""
+        """Makes an attempt without asking, if each engine should be as the last push has left
+        it. One in another state refuses to prepare. Returns None if one has to be asked."""
         session, members = self.session, self.session.fleet.members
         if session.config.require == "any" or not all(member.known(session.signature) for member in members):
             return None
@@ -146,7 +147,7 @@ class Push(Account):
         return Sent(manifest, published, stamp, expected, session.transport.finish, required)
 
     def _expected(self) -> list[float] | None:
-        """What the trainer's forward says of the canary."""
+        """Returns the trainer's log-probabilities of the canary; None without a canary."""
         session = self.session
         if not session.config.canary:
             return None
@@ -275,7 +276,7 @@ class Push(Account):
         return max((gaps[member.name] for member in self._remaining(members)), default=None)
 
     def _remaining(self, members: Sequence[Member]) -> list[Member]:
-        """The members that have not failed. Raises the failure where the config asks for all of them, or where none is left."""
+        """Returns members without a failure. Raises one if all are required or none is left."""
         failed = [member for member in members if member.failure is not None]
         first = next((m.failure for m in failed if not isinstance(m.failure, SyncError)), failed[0].failure if failed else None)
         if first is None:
@@ -287,7 +288,7 @@ class Push(Account):
         raise first
 
     def _counted(self, tensors: Sequence[TensorMeta], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """The source's tensors. Tells of every hundredth of their bytes."""
+        """Yields the source's tensors, and tells sinks of every hundredth of their bytes."""
         session, of = self.session, self.session.sizes_of(tensors)
         at_rest(device)  # every stream of it: merged adapters are computed on the way
         nbytes, told, everything = 0, 0, sum(of.values())

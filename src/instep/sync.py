@@ -90,7 +90,7 @@ class WeightSync:
         return _run(self._push(version, base, begun=self._begin()))
 
     async def apush(self, version: str, *, base: str | None = None) -> Receipt:
-        """`push` for asyncio. The weights must not change before it returns.
+        """Does what `push` does, for asyncio. The weights must not change before it returns.
 
         Cancelled, it takes up to ten seconds more (or `timeout`, where that is less): no engine is
         left paused, each goes on with one whole version or refuses.
@@ -98,7 +98,8 @@ class WeightSync:
         return await self._push(version, base, begun=False)
 
     def _begin(self) -> bool:
-        """Tells the transport that a push begins: a GPU sums up the weights while the event loop is made, which takes a third of a ms.
+        """Tells the transport that a push begins. A GPU then sums up the weights while the event
+        loop is made, which takes a third of a ms.
 
         Returns whether the transport was told.
         """
@@ -121,7 +122,8 @@ class WeightSync:
             return await self._bring(push, push.trust(found) or await push.ask(), base=base)
 
     def catch_up(self, engine: Any = None) -> Receipt:
-        """Brings engines that do not serve the current version to it: restarted ones, and those that a push did not reach.
+        """Brings the current version to engines that do not serve it: restarted ones, and those
+        that a push did not reach.
 
         engine: a new engine, in this and every later push. It takes the place and the name of one that has died.
         Raises `VersionConflict` where no version is held: nothing was pushed yet, the last push reached no engine, or its bytes were
@@ -131,7 +133,7 @@ class WeightSync:
         return _run(self.acatch_up(engine))
 
     async def acatch_up(self, engine: Any = None) -> Receipt:
-        """`catch_up` for asyncio."""
+        """Does what `catch_up` does, for asyncio."""
         self._own.check("WeightSync")
         if isinstance(self._role, Follower):
             return await self._follow(self._role, "catch_up", "")
@@ -149,7 +151,8 @@ class WeightSync:
                 return await self._bring(push, replace(asked, members=behind), again=current.for_those_behind())
 
     async def _bring(self, push: Push, attempt: Attempt, *, base: str | None = None, again: Sent | None = None) -> Receipt:
-        """One attempt after another, until engines serve the version. Each assumes less about the engines.
+        """Makes one attempt after another until engines serve the version. Each assumes less
+        about the engines.
 
         again: the earlier publication, for a catch-up. It is published once more if its bytes were
         the trainer's own, or if engines cannot open it as it is; the new publication must then have
@@ -168,11 +171,12 @@ class WeightSync:
             attempt, sent = step, None
 
     def status(self) -> tuple[EngineState, ...]:
-        """What each engine serves, asked now; while a push is running, what was last heard. Empty on ranks other than 0."""
+        """Returns what each engine serves: asked now, or as last heard while a push is running.
+        Empty on ranks other than 0."""
         return _run(self.astatus())
 
     async def astatus(self) -> tuple[EngineState, ...]:
-        """`status` for asyncio."""
+        """Does what `status` does, for asyncio."""
         self._own.check("WeightSync")
         if isinstance(self._role, Follower):
             return ()
@@ -217,7 +221,8 @@ class WeightSync:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Held during a push or catch-up: one at a time, and never beside a status query."""
+        """Locks this object during a push or catch-up: only one runs at a time, and never beside
+        a status query."""
         if not self._busy.acquire(blocking=False):
             raise ConfigError("a push is running already: one WeightSync makes one push at a time")
         try:
@@ -234,8 +239,8 @@ class WeightSync:
 
     @asynccontextmanager
     async def _pushing(self, call: str, version: str) -> AsyncIterator[Push]:
-        """One push. However it ends, by an error, cancelled or interrupted: each engine serves one
-        whole version, or refuses, and other trainers may push to that engine."""
+        """Runs one push. If it fails, is cancelled or is interrupted, each engine serves one
+        whole version or refuses, and other trainers may push to it."""
         push = Push(self._session, version)
         assert isinstance(self._role, Lead)
         try:
@@ -253,12 +258,14 @@ class WeightSync:
             raise
 
     async def _follow(self, role: Follower, call: str, version: str) -> Receipt:
-        """Follows in a thread, and waits for it even when cancelled: otherwise the next call would overlap it."""
+        """Follows rank 0 in a thread. Waits for that thread even when cancelled: otherwise the
+        next call would overlap it."""
         return await to_the_end(lambda: asyncio.to_thread(role.follow, call, version))
 
 
 def check_engines(engines: Any) -> None:
-    """Raises `ConfigError` for what is no list, and for an engine that is listed twice."""
+    """Raises `ConfigError` for an argument that is no list, and for an engine that is listed
+    twice."""
     if isinstance(engines, str) or not isinstance(engines, Sequence):
         raise ConfigError(f"engines is a list, not {type(engines).__name__}", next_step="write engines=[...], also around a single one")
     if len({engine if isinstance(engine, str) else id(engine) for engine in engines}) < len(engines):

@@ -1,4 +1,4 @@
-"""What a push tells while it runs: one `Event` at a time, to any function that takes one.
+"""Events of a push while it runs. Any function that takes an `Event` can be a sink.
 
 sync = WeightSync(model, [llm], sinks=[progress_bar(), prometheus()])
 """
@@ -38,7 +38,7 @@ Sink = Callable[[Event], None]
 
 
 class Account:
-    """Tells of a push as it goes, and keeps the time of each step."""
+    """Sends the events of a push to its sinks, and keeps the time of each step."""
 
     def __init__(self, version: str, sinks: Sequence[Sink]) -> None:
         self.version, self.sinks = version, sinks
@@ -62,7 +62,8 @@ class Account:
 
 
 def log(event: Event) -> None:
-    """The sink that is always on: receipts at INFO, failures at WARNING, through the `instep` logger.
+    """Logs each push. This sink is always on: receipts at INFO, failures at WARNING, through the
+    `instep` logger.
 
     A failure is raised too. Where logging is not configured only whoever catches it tells it:
     Python would print it a second time.
@@ -74,7 +75,8 @@ def log(event: Event) -> None:
 
 
 def prometheus(registry: Any = None) -> Sink:
-    """The metrics of docs/metrics.md in `registry` (default: prometheus_client's own). Needs the extra `metrics`."""
+    """Makes a sink for the metrics of docs/metrics.md in `registry` (default:
+    prometheus_client's own). Needs the extra `metrics`."""
     counted, lags = metrics(registry), defaultdict[str, Lag](Lag)
 
     def behind(engine: str, version: str, served: bool) -> None:
@@ -103,7 +105,8 @@ def prometheus(registry: Any = None) -> Sink:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of a push that has ended, for any logger of scalars; of another event none.
+    """Returns the numbers of a push that has ended, for any logger of scalars; an empty dict for
+    another event.
 
     Names: `instep/seconds/PHASE`, `instep/pause` (seconds), `instep/bytes`, `instep/engines`, `instep/failed`, `instep/canary_gap`.
     """
@@ -117,7 +120,8 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def progress_bar() -> Sink:
-    """A bar on standard error while bytes are published, on a terminal only.
+    """Makes a sink that draws a bar on standard error while bytes are published, on a terminal
+    only.
 
     Raises `MissingExtra` without the extra `cli`.
     """

@@ -1,4 +1,5 @@
-"""Does an engine hold what a source has? Compared by digests of what is in live storage, and by a canary. Changes nothing."""
+"""Checks whether an engine holds what a source has, by digests of its live storage and by a
+canary. Changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Batch = list[tuple[TensorMeta, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One engine beside a source.
+    """The result of comparing one engine with a source.
 
     equal: tensors whose bytes are in live storage. differing, unread: the others by name, with what is wrong or why it cannot be known.
     nbytes: of those that are equal. compared, total: bytes of those that were read back, and of all.
@@ -50,7 +51,7 @@ class Verified:
 
     @property
     def share(self) -> float:
-        """How much of the source was read back and compared, from 0 to 1."""
+        """Which part of the source's bytes was read back and compared, from 0 to 1."""
         return self.compared / self.total if self.total else 1.0
 
 
@@ -89,7 +90,8 @@ async def verify(source: object, engine: object, *, deadline: float = 60.0, cana
 async def _asked(
     member: Member, source: Source, tensors: Sequence[TensorMeta], names: Set[str], *, in_order: bool = True
 ) -> AsyncIterator[tuple[Batch, list[Held]]]:
-    """The source's tensors of these names, batch by batch, and what each worker says of them."""
+    """Yields the source's tensors of these names, batch by batch, with what each worker holds of
+    them."""
     version = member.version
     for batch in _batches(source, tensors, names):
         request = DigestRequest(list(tensors), signature(tensors), [meta.name for meta, _ in batch], not in_order)
@@ -116,8 +118,9 @@ def _batches(source: Source, tensors: Sequence[TensorMeta], names: Set[str]) -> 
 
 
 async def _rearranged(member: Member, source: Source, tensors: Sequence[TensorMeta], names: Set[str]) -> dict[str, str]:
-    """Of tensors that differ where no push has shown how the engine keeps them: those that go to parameters with the very same elements
-    in another order, and why they are not read back."""
+    """Finds tensors whose parameters have the same elements in another order. It is asked about
+    those that differ where no push has shown how the engine keeps them. Returns for each why it
+    is not read back."""
     have: dict[tuple[int, str], int] = {}
     want: dict[tuple[int, str], int] = defaultdict(int)
     places: dict[str, set[tuple[int, str]]] = defaultdict(set)
@@ -133,7 +136,7 @@ async def _rearranged(member: Member, source: Source, tensors: Sequence[TensorMe
 
 
 def _compared(batch: Batch, held: Sequence[Held], found: Verified) -> Iterator[TensorMeta]:
-    """The tensors that are equal. The others are noted in `found`."""
+    """Yields the tensors that are equal. The others are noted in `found`."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for worker in held:
         for part in worker.parts:
@@ -150,7 +153,8 @@ def _compared(batch: Batch, held: Sequence[Held], found: Verified) -> Iterator[T
 
 
 def _difference(meta: TensorMeta, value: torch.Tensor, parts: Sequence[Part]) -> tuple[str | None, bool]:
-    """What is wrong with the workers' parts of a tensor, if anything, and whether that is certain whatever they could not read."""
+    """Returns what is wrong with the workers' parts of a tensor, or None, and whether that is
+    certain whatever they could not read."""
     dtypes = {part.dtype: [other for other in parts if other.dtype == part.dtype] for part in parts}
     if len(dtypes) > 1:  # each is compared with the value in its own
         found = [_difference(meta, value, some) for some in dtypes.values()]

@@ -1,4 +1,4 @@
-"""A worker of the engine in memory: stores weights as engines do."""
+"""A worker of the engine in memory, which stores weights as engines do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PAD = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a worker's part of one checkpoint tensor: `param[index]`, after the tensor was cut along `axis`."""
+    """Where a worker's part of one checkpoint tensor is: `param[index]`, after the tensor was
+    cut along `axis`."""
 
     param: str
     index: tuple[int | slice, ...]
@@ -108,7 +109,8 @@ class MemoryHost(NeverRebuilds):
 
     @contextmanager
     def reload(self) -> Iterator[None]:
-        """Loads in place; what is derived from weights is computed at the end, so a session cut short leaves it stale."""
+        """Loads in place. The values derived from weights are computed at the end, so a session
+        cut short leaves them stale."""
         yield
         for name, module in self.model.named_modules():
             if name.endswith("qkv_proj"):
@@ -139,7 +141,7 @@ class MemoryHost(NeverRebuilds):
 
 
 class MemoryFresh:
-    """A second worker, all of which is loaded at once. Nothing of it is where it cannot be read."""
+    """A second worker, loaded all at once. All its tensors can be read."""
 
     def __init__(self, host: MemoryHost) -> None:
         self.host, self.model = host, host.model
@@ -175,7 +177,7 @@ class MemoryAdapter(AdapterHost):
 
 
 def _param(name: str) -> str:
-    """The engine's parameter for a checkpoint tensor."""
+    """Returns the engine's parameter for a checkpoint tensor."""
     if expert := EXPERT.fullmatch(name):
         return f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight"
     prefix, _, leaf = name.rpartition(".")
@@ -184,12 +186,13 @@ def _param(name: str) -> str:
 
 
 def _layer(name: str) -> str:
-    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    """Returns `q_proj` for `model.layers.0.self_attn.q_proj.weight`."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _axis(name: str) -> int | None:
-    """The axis along which tensor parallelism cuts a tensor; None for one that every worker has whole."""
+    """Returns the axis along which tensor parallelism cuts a tensor; None if every worker has
+    the whole tensor."""
     if name.endswith(ROW_PARALLEL):
         return 1
     return 0 if _layer(name) in FUSED or name.endswith(VOCABULARY) else None
