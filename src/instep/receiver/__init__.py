@@ -31,21 +31,24 @@ Fill = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Fresh(Protocol):
-    """A second model of an engine's, in scratch, into which nothing was loaded. Its weights take no memory
-    until they are loaded."""
+    """A second model of the engine's, in scratch memory, into which nothing was loaded. Its weights
+    take no memory until they are loaded."""
 
     @property
     def model(self) -> torch.nn.Module: ...
 
     def units(self) -> Iterable[Mapping[str, str]]:
-        """Modules that are loaded together, by their names, each with its name in the live model. In order, all that both have."""
+        """Yields groups of modules that are loaded together. A group maps each module's name in
+        this model to its name in the live model. Groups come in order and cover all modules that
+        both models have."""
 
     def loading(self, unit: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> AbstractContextManager[None]:
-        """Within it the modules of a unit are what the engine's initial load makes of these tensors: all that it reads for
-        them. Once for each unit. Afterwards the memory is free."""
+        """Loads the modules of a unit as the engine's initial load does, from `tensors`, which are
+        all that the load reads. The loaded weights exist within the block; afterwards their memory
+        is free. Used once for each unit."""
 
     def computes(self, layer: str) -> torch.Tensor:
-        """As `Host.computes`, of a layer that is loaded, by its name in this model."""
+        """Returns what `Host.computes` returns, for a loaded layer of this model."""
 
 
 class Host(Protocol):
@@ -59,55 +62,61 @@ class Host(Protocol):
     device: str
 
     def checkpoint_layout(self) -> AbstractContextManager[Layout]:
-        """Within it no parameter and no buffer is live: a stand-in (`layout.stand_in`) is in the place of each, in the layout that
-        the loader expects. Afterwards the live tensors are back, the same objects as before."""
+        """Puts a stand-in (`layout.stand_in`) in the place of each parameter and buffer, in the
+        layout that the loader expects. After the block the live tensors are back, the same objects
+        as before."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The engine's own loader, fed with checkpoint names."""
+        """Runs the engine's own loader on tensors with checkpoint names."""
 
     def reload(self) -> AbstractContextManager[None]:
-        """The engine's reload session: `load` within it replaces live weights, derived state is rebuilt at its end.
-        It leaves no shape-only tensor behind, also when it ends with an exception."""
+        """Opens the engine's reload session. `load` within it replaces live weights, and the end of
+        the session rebuilds derived state. The session leaves no tensor on the meta device behind,
+        even if it ends with an exception."""
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
-        """How many elements of this parameter a loader need not write, and why; (0, None) where it must write all."""
+        """Returns how many elements of a parameter the loader need not write, and why; (0, None)
+        where it must write all."""
 
     def rebuilds(self, layer: str) -> bool:
         """Whether `rebuild` makes all that the engine derives from this layer's weights."""
 
     def rebuild(self, layer: str, fill: Fill) -> None:
-        """Lays out the layer's parameters and buffers as its loader would, has them filled, and derives from them what the engine
-        keeps. Asked also of layers that a reload session leaves as they are, whatever `rebuilds` says."""
+        """Lays out the layer's parameters and buffers as its loader would, calls `fill`, and
+        derives what the engine keeps from them. Also called for layers that a reload session leaves
+        as they are, whatever `rebuilds` says."""
 
     def computes(self, layer: str) -> torch.Tensor:
-        """What the layer makes of a fixed input: equal for equal weights and equal derived state."""
+        """Returns the layer's output for a fixed input. Equal weights and equal derived state give
+        equal outputs."""
 
     @property
     def software(self) -> str:
-        """The engine's software and its version, for people."""
+        """The engine's software and its version, as text for people."""
 
     def fresh(self, fill: int) -> Fresh | None:
-        """A second model. fill: the byte that its memory holds where nothing is loaded. None where a reload session is all that
-        there is to an initial load."""
+        """Makes a second model. fill: the byte value of its memory before anything is loaded.
+        Returns None where a reload session does all that an initial load does."""
 
     def refresh(self) -> None:
-        """To be called after the last `rebuild`: layers tied to a rebuilt one follow."""
+        """Updates layers that are tied to a rebuilt one. Call it after the last `rebuild`."""
 
     @property
     def always_reloads(self) -> str | None:
-        """Why every layer takes the reload session on every push, whatever one shows; None where
-        what a session shows decides."""
+        """Why every layer takes the reload session on every push, whatever a session shows. None
+        where the comparison after a session decides for each layer."""
 
     def filled(self) -> Iterable[torch.Tensor]:
-        """Tensors within reach of the model that generation fills, and loading does not: caches."""
+        """Yields the tensors of the model that generation fills and loading does not: caches."""
 
     def adapter(self, number: int) -> Host:
-        """The LoRA adapter that requests ask for by this number. Raises `PlanError` where the engine serves none."""
+        """Returns the host of the LoRA adapter that requests name by this number. Raises
+        `PlanError` where the engine serves no adapters."""
 
 
 class NeverRebuilds:
-    """The part of a `Host` that can only derive state in a reload session, which is as good as an initial load, and that has
-    no caches in its modules."""
+    """Base of a `Host` that derives state in a reload session alone. Its session is as good as an
+    initial load, and its modules hold no caches."""
 
     always_reloads: str | None = None
     software: str = "the engine"
@@ -135,7 +144,7 @@ MERGED = "push the model with its adapter merged: WeightSync(source=model)"
 
 
 class NoAdapters:
-    """The part of a `Host` that serves no LoRA adapters."""
+    """Base of a `Host` that serves no LoRA adapters."""
 
     def adapter(self, number: int) -> Host:  # noqa: ARG002
         raise PlanError("this engine serves no LoRA adapters", next_step=MERGED)

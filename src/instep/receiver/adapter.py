@@ -20,7 +20,8 @@ from instep.receiver.layout import Layout, shape_only
 
 
 class AdapterHost(NeverRebuilds, NoAdapters, ABC):
-    """rank, world_size, device: of the worker. Each has the whole adapter."""
+    """Serves one LoRA adapter, whole on each worker. rank, world_size, device: those of the
+    worker."""
 
     always_reloads = "the engine takes an adapter as a whole"
 
@@ -31,14 +32,17 @@ class AdapterHost(NeverRebuilds, NoAdapters, ABC):
 
     @abstractmethod
     def check(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:
-        """Raises `PlanError` unless the engine can serve an adapter of such tensors. Their values are zeros."""
+        """Raises `PlanError` unless the engine can serve an adapter of tensors with these names,
+        shapes and dtypes. All values are zero."""
 
     @abstractmethod
     def install(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:
-        """From here on the engine serves this adapter. The tensors are in host memory, and the engine's to keep."""
+        """Has the engine serve this adapter from now on. The tensors are in host memory, and the
+        engine may keep them."""
 
     def expect(self, tensors: Sequence[TensorMeta], config: str) -> None:
-        """Makes room for these tensors. What is served stays. config: as peft saves it."""
+        """Makes room for these tensors. The adapter that is served does not change. config: as peft
+        saves it."""
         zeros = {meta.name: torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in tensors}
         self.check(zeros, config)
         self.model, self.config = nn.Module(), config
@@ -66,7 +70,8 @@ ALONE = "push the base weights alone: `with model.disable_adapter(): sync.push(.
 
 
 def check_base(merged: bool, method: str) -> None:
-    """Raise `PlanError` where an adapter is to be committed beside base weights that have one merged into them."""
+    """Raises `PlanError` where a call would commit an adapter beside base weights that have one
+    merged into them."""
     if merged and method in ("trace", "prepare", "commit"):
         raise PlanError(
             "the engine's base weights have an adapter merged into them: with this one they would get it twice", next_step=ALONE
@@ -74,7 +79,8 @@ def check_base(merged: bool, method: str) -> None:
 
 
 def check_merged(merged: bool, served: Sequence[int]) -> None:
-    """Raise `PlanError` where base weights with an adapter merged into them are to be committed beside adapters.
+    """Raises `PlanError` where base weights with a merged adapter are to be committed beside
+    adapters.
 
     served: numbers of the adapters that were pushed and are served.
     """
@@ -87,7 +93,7 @@ def check_merged(merged: bool, served: Sequence[int]) -> None:
 
 
 def register(model: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Adds a parameter with dots in its name, and the modules on the way to it."""
+    """Adds a parameter whose name may have dots, and the modules on the way to it."""
     *path, leaf = name.split(".")
     module = model
     for part in path:

@@ -1,7 +1,7 @@
-"""What two models hold at the same places, and where the one holds something else than the other.
+"""Compares what two models hold at the same places, and lists where they differ.
 
-Tensors are compared bit by bit, numbers and text as such. An object is as alike as what it leads to: which object
-it is says nothing, as no two models have the same ones.
+Tensors are compared bit by bit, numbers and text by value. Objects are alike if what they hold is
+alike: their identity says nothing, because no two models share objects.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from instep.receiver.regions import bits
 
 ABSENT = object()
 Kind = tuple[str, str]
-"""A module's class, and the way from a module of it."""
+"""A module's class, and the attribute path from a module of that class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """layer: the live module's name. way: from there. live: what is held there. fresh: a copy of what a second model holds there.
-    registered: whether that is a parameter or a buffer."""
+    """A place where two models differ. layer: the live module's name. way: the attribute path from
+    there. live: what is held there. fresh: a copy of what a second model holds there. registered:
+    whether it is a parameter or a buffer."""
 
     layer: str
     way: str
@@ -36,8 +37,8 @@ class Difference:
 
 
 def differences(live: nn.Module, fresh: nn.Module, unit: Mapping[str, str]) -> tuple[list[Difference], set[str]]:
-    """Where modules of `live` hold something else than those of `fresh`, and live modules of which that cannot be seen: they keep
-    something outside of PyTorch, and its address."""
+    """Returns the places where modules of `live` and `fresh` differ, and the names of live modules
+    that cannot be compared. Those keep state outside of PyTorch and hold its address."""
     found, hidden, stops = [], set(), _ids(live, fresh)
     for name, known_as in unit.items():
         one, other = live.get_submodule(known_as), fresh.get_submodule(name)
@@ -52,7 +53,7 @@ def differences(live: nn.Module, fresh: nn.Module, unit: Mapping[str, str]) -> t
 
 
 def other_values(live: nn.Module, other: nn.Module, unit: Mapping[str, str], found: Sequence[Difference]) -> list[object]:
-    """What a third model holds at the places of differences."""
+    """Returns what a third model holds at the places of differences."""
     names = {known_as: name for name, known_as in unit.items()}
     values: dict[tuple[str, str], object] = {}
     stops = _ids(live, other)
@@ -64,8 +65,9 @@ def other_values(live: nn.Module, other: nn.Module, unit: Mapping[str, str], fou
 
 
 def is_undetermined(one: Difference, second: object) -> bool:
-    """Whether the two differ in nothing but what an initial load leaves to chance: elements of a tensor, or a mark of an object, such as
-    when it was made. second: what another one has left there of the same weights."""
+    """Whether two models differ only in what an initial load leaves undetermined: uninitialized
+    elements of a tensor, or a mark of an object such as its creation time. second: what another
+    load of the same weights has left at that place."""
     tensors = (one.live, one.fresh, second)
     if not any(isinstance(value, torch.Tensor) for value in tensors):
         return second is not ABSENT and not alike(one.fresh, second)
@@ -79,7 +81,8 @@ def is_undetermined(one: Difference, second: object) -> bool:
 
 
 def alike(one: object, other: object) -> bool:
-    """Whether two values are the same, tensors bit by bit, however they lie in memory."""
+    """Whether two values are equal. Tensors are compared bit by bit, whatever their strides and
+    devices."""
     if not _same_type(one, other):
         return False
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -92,7 +95,8 @@ def alike(one: object, other: object) -> bool:
 
 
 def _pairs(live: nn.Module, fresh: nn.Module, stops: Container[int]) -> Iterator[tuple[str, object, object]]:
-    """Places to which `fresh` leads, with what is there in both. An object that both have is left out.
+    """Yields each place that `fresh` leads to, with what both models hold there. An object that
+    both share is left out.
 
     stops: ids of modules, which have places of their own.
     """
@@ -125,7 +129,7 @@ def _ids(*models: nn.Module) -> set[int]:
 
 
 def _is_value(value: Any) -> bool:
-    """Whether it is compared itself. A shape without bytes says nothing."""
+    """Whether a value is compared itself. A tensor on the meta device has nothing to compare."""
     if isinstance(value, torch.Tensor):
         return not value.is_meta and not is_wrapper(value)
     if isinstance(value, CONTAINERS):

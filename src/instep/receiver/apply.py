@@ -2,9 +2,9 @@
 
 *reload*: the engine's own reload session; right for every layer, and slow. *direct*: regions copied
 straight into live storage. Every layer starts on reload. The first commit runs the session twice,
-with weights that are nobody's and then with the version's, and what else differs between the two is
+with made-up weights and then with the version's; what else differs between the two sessions is
 derived from weights. A layer is promoted if it holds none of that, and if the second session has
-brought its live bytes, read back through its routes, from other ones to the version's.
+changed its live bytes, read back through its routes, into the version's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNTOUCHED = "the reload session left its weights as they were when it was given 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """What was seen after a reload session with other weights."""
+    """What the model held after a reload session with other weights."""
 
     look: Look
     held: Sequence[object]
@@ -48,20 +48,22 @@ class Arrival(Protocol):
     """Whether they pass by, and can be moved only once."""
 
     def tensors_of(self) -> Sequence[TensorMeta]:
-        """The version's tensors."""
+        """Returns the version's tensors."""
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:
-        """Begins to make the copies. What other layers read is in the result; it is good until the commit ends.
+        """Starts the copies of direct layers. Returns the tensors that other layers read, which are
+        valid until the commit ends.
 
         watched: routes that the reload session fills, compared afterwards. in_turn: each tensor is asked for once, in the
         order of the result, so that those of bytes which pass by need not be kept.
         """
 
     def held(self, watched: Copies) -> Sequence[object]:
-        """What live storage holds now where each route leads."""
+        """Returns, for each route, what live storage holds at its target now."""
 
     def brought(self, watched: Copies) -> Sequence[object]:
-        """What each route brings: equal to what is held there, if that is the same, bit for bit."""
+        """Returns, for each route, what the route brings. It equals the entry of `held` if the
+        bytes are the same."""
 
     def settle(self) -> None:
         """Waits until everything has been moved."""
@@ -69,7 +71,8 @@ class Arrival(Protocol):
 
 @dataclass
 class Applier:
-    """The copies of one worker. `direct` and `rebuild` hold the promoted layers, `reload` the others with the reason.
+    """Writes versions into one worker's layers. `direct` and `rebuild` hold the promoted layers,
+    `reload` the others with the reason.
 
     unproved: layers on reload that cannot be read back, and why. comparable: those that were. read:
     tensors that the last commit read back from layers on reload. derived: places of what follows from
@@ -134,30 +137,34 @@ class Applier:
             self._structure = Structure(self.host.model, derived)
 
     def _compare(self, arrival: Arrival, tensors: Tensors) -> None:
-        """Once: later sessions are of the same code, with other weights. tensors: those that the last one was given."""
+        """Compares the model with the engine's initial load, once: later sessions run the same code
+        with other weights. tensors: those that the last session was given."""
         if self.compared is None:
             self.compared = compare(self.host, self.plan, tensors, Scrambled(arrival.tensors_of(), self.host.device, turn=1))
 
     def alike(self) -> int:
-        """How many layers were compared with what the engine's initial load makes of them."""
+        """Returns how many layers were compared with what the engine's initial load makes of
+        them."""
         return len(self.compared.layers & (self.routes.keys() | self.plan.reload_only.keys())) if self.compared else 0
 
     def trusted(self) -> dict[str, str]:
-        """Layers that are what the engine's loader made of the right bytes, which was seen in no way, and why."""
+        """Returns layers whose state could not be read back or compared, and why. They hold what
+        the engine's loader made of the right bytes."""
         done = self.compared or Compared()
         unread = {layer: why for layer, why in self.unproved.items() if layer not in done.layers}
         return unread | {layer: why for layer, why in done.unproved.items() if layer in self.reload.keys() | self.rebuild}
 
     def stays(self) -> bool:
-        """Whether what was proved holds still: the model has the same modules, and direct layers lie
-        where they lay."""
+        """Whether what was proved still holds: the model has the same modules, and direct layers
+        have not moved."""
         lie = self._copies is None or self._copies.stay(self.host.model)
         return lie and (self._structure is None or self._structure.stays(self.host.model))
 
     def copies(self, *, look: bool = True) -> Copies:
-        """Of the direct layers: the same object for as long as those are the same and lie where they lay.
+        """Returns the copies of the direct layers. It is the same object until a layer is promoted
+        or moves.
 
-        look: at where they lie; otherwise somebody else does.
+        look: whether to check that they have not moved. The caller that passes False checks later.
         """
         if self._copies is None or self._copies.layers != self.direct:
             rest = (route.tensor for layer in self.routes.keys() - self.direct for route in self.routes[layer] if route.tensor)
@@ -169,21 +176,24 @@ class Applier:
         return self._copies
 
     def wanted(self, metas: Mapping[str, TensorMeta]) -> Collection[str]:
-        """Tensors that this worker's layers take something of. metas: of the tensors that were traced."""
+        """Returns the names of tensors that this worker's layers read. metas: of the tensors that
+        were traced."""
         if self._read_names is None:  # looked up once: an engine is paused meanwhile
             self._read_names = {metas[name].alias_of or name for name in self._names}
         return self._read_names
 
     def _asked(self, layers: frozenset[str]) -> list[Route]:
-        """What they read. Constants are left out: they were filled in by the first load."""
+        """Returns the routes that read a tensor. Constants are left out: the first load has filled
+        them in."""
         return [route for layer in sorted(layers) for route in self.routes.get(layer, ()) if route.tensor is not None]
 
     def layers(self) -> tuple[list[str], list[str], dict[str, str]]:
-        """Which take which way: `direct`, `rebuild` and `reload`, in order."""
+        """Returns the layers on `direct`, `rebuild` and `reload`, each in order."""
         return sorted(self.direct), sorted(self.rebuild), dict(sorted(self.reload.items()))
 
     def session(self, tensors: Tensors) -> None:
-        """The engine's own, for the layers on reload. Those that it leaves as they are, are rebuilt after it."""
+        """Runs the engine's reload session for the layers on reload. Layers that the session leaves
+        as they are, are rebuilt after it."""
         with self.host.reload():
             self.host.load(self._wanted(tensors))
         unnoticed = [layer for layer in self.plan.unnoticed if layer in self.reload]
@@ -203,13 +213,14 @@ class Applier:
             self.host.rebuild(layer, fill)
 
     def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that layers on reload read, in their order."""
+        """Yields the tensors that layers on reload read, in the order of the source."""
         layers = self.reload.keys() - {*self.plan.unnoticed}
         names = {route.tensor for layer, routes in self.routes.items() if layer in layers for route in routes} | self.plan.computed.keys()
         return offered(self.plan, names, tensors)
 
     def _watched(self) -> Copies | None:
-        """What layers that are not direct read: the same object as `copies` has it, for as long as they are the same."""
+        """Returns the copies of layers that are not direct. It is the same object until the set of
+        layers changes or one moves."""
         layers = frozenset(self.routes.keys() - self.direct)
         compared = layers & self.reload.keys() - self.unproved.keys()
         if not layers:
@@ -221,12 +232,13 @@ class Applier:
         return self._watch
 
     def look(self) -> Look:
-        """At all that the engine's modules hold beside the weights."""
+        """Records all that the engine's modules hold beside the weights."""
         live = dict(live_tensors(self.host.model))
         return Look(self.host.model, [*(live[name] for name in {route.param for route in self.plan.routes}), *self.host.filled()])
 
     def _rehearse(self, arrival: Arrival, watched: Copies) -> Rehearsed | None:
-        """None, and no layer is promoted, where the engine's loader does not take weights that are nobody's."""
+        """Runs a reload session with made-up weights. Returns None, and leaves every layer on
+        reload, if the engine's loader refuses them."""
         try:
             self.session(Scrambled(arrival.tensors_of(), self.host.device))
         except Exception as error:
@@ -246,9 +258,10 @@ class Applier:
                 self.reload[name] = f"{min(way for _, way in places)}{DERIVED}"
 
     def _read_back(self, arrival: Arrival, watched: Copies, rehearsed: Rehearsed | None) -> None:
-        """Whether layers on reload hold what was brought. Decides about those that are not judged yet.
+        """Compares layers on reload with what was brought, and decides about those that are not
+        judged yet.
 
-        Raises `DigestMismatch` where one does not that did before.
+        Raises `DigestMismatch` for a layer that differs now and was equal in an earlier commit.
         """
         routes, brought = watched.routes, arrival.brought(watched)
         held = arrival.held(watched.renewed(self.host.model))
@@ -270,7 +283,8 @@ class Applier:
         self.read = {route.tensor for route in routes if route.tensor and layer_of(route.param) in self.comparable & self.reload.keys()}
 
     def _decide(self, layer: str, why: str | None) -> None:
-        """Promotes a layer, or notes why not. A layer that has another reason for its reload keeps that reason."""
+        """Promotes a layer, or notes why not. A layer that stays on reload for another reason keeps
+        that reason."""
         if self.reload[layer] == UNPROVED:
             if why is None:
                 del self.reload[layer]
@@ -280,5 +294,5 @@ class Applier:
 
 
 def _attribute(way: str) -> str:
-    """The first of those that a way leads through."""
+    """Returns the first attribute of a path."""
     return way.partition(".")[0].partition("[")[0]

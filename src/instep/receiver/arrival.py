@@ -1,4 +1,5 @@
-"""The bytes of a version during one commit: how direct layers get them, and how it is proved that they have.
+"""The bytes of a version during one commit: how direct layers get them, and how the worker proves
+that they did.
 
 Where the published bytes can be seen from here, they are copied region by region and compared with live storage. Where they lie in another
 process's GPU memory, one kernel pulls them and takes their digests on the way. Where they pass by in buckets, see `stream.py`.
@@ -28,7 +29,8 @@ from instep.transport import Passing, Reader, Remote, Visible
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A version that was opened. session: of its trainer. arrival: the seconds that it took, and the digests of what has arrived."""
+    """A version that was opened. session: the trainer's session. arrival: gives the seconds that
+    the bytes took, and the digests of what has arrived."""
 
     manifest: Manifest
     session: str
@@ -37,7 +39,7 @@ class Prepared:
 
 
 class Lazy(Mapping[str, torch.Tensor]):
-    """Tensors that are made when they are asked for, and not kept."""
+    """Makes tensors when they are asked for, and keeps none of them."""
 
     def __init__(self, metas: Mapping[str, TensorMeta], make: Callable[[TensorMeta], torch.Tensor]) -> None:
         self.metas, self.make = metas, make
@@ -53,7 +55,7 @@ class Lazy(Mapping[str, torch.Tensor]):
 
 
 class Seen:
-    """Bytes that can be seen from here."""
+    """Bytes that are mapped into this process's address space."""
 
     once = False
 
@@ -68,7 +70,7 @@ class Seen:
         return self.tensors
 
     def held(self, watched: Copies) -> list[bool]:
-        """Whether it is what was brought."""
+        """Returns, for each route, whether live storage holds what the route brings."""
         return [self._holds(watched, route) for route in watched.routes]
 
     def _holds(self, watched: Copies, route: Route) -> bool:
@@ -79,10 +81,11 @@ class Seen:
         return [True for _ in watched.routes]
 
     def settle(self) -> None:
-        """There is nothing to wait for."""
+        """Returns at once: there is nothing to wait for."""
 
     def prove(self, applier: Applier) -> Proof:
-        """How many tensors the direct layers hold, bit for bit. Raises `DigestMismatch` naming the first that differs."""
+        """Compares direct layers with the published bytes, bit by bit, and counts the tensors.
+        Raises `DigestMismatch` naming the first that differs."""
         copies = applier.copies()
         for route in copies.routes:
             if not holds(copies.live[route.param], route, self.tensors):
@@ -134,7 +137,8 @@ class Pulled:
         return reads.brought(sums)[: len(watched.asked)]
 
     def _read(self) -> tuple[cuda_compare.Reads, list[int]]:
-        """What layers that are not direct read, and what is cut up here."""
+        """Sums up, once, the regions that other layers read and those that this worker cuts out of
+        whole tensors."""
         if self.reads is None:
             reads = self._reads()
             summed = cuda_compare.summed(list(chain.from_iterable(reads.runs)), len(reads.regions), self.reader.device)
@@ -142,7 +146,8 @@ class Pulled:
         return self.reads
 
     def _reads(self) -> cuda_compare.Reads:
-        """The same object for the same copies between the same addresses: it takes milliseconds."""
+        """Returns the regions to read. They are worked out once for the same copies and addresses,
+        because that takes milliseconds."""
         pulled, others = self.puller, self.watched
         if pulled and pulled.reads and pulled.reads[0] is others:
             known: cuda_compare.Reads = pulled.reads[1]
@@ -159,7 +164,8 @@ class Pulled:
         torch.cuda.synchronize(self.reader.device)
 
     def prove(self, applier: Applier) -> Proof:
-        """How many tensors were summed up while they were pulled, the sums, and those that the trainer's GPU has told.
+        """Returns how many tensors were summed up while they were pulled, their sums, and the sums
+        that the trainer's GPU has published.
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
@@ -170,11 +176,12 @@ class Pulled:
         return Proof.of(self.reader.sums(), some, self.theirs, applier.wanted(self.metas))
 
     def forget(self) -> None:
-        """Nothing is held: tensors are made when they are asked for."""
+        """Does nothing: tensors are made when they are asked for, and none is kept."""
 
 
 def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collection[str] = ()) -> Seen | Pulled | Streamed:
-    """How a version's bytes come in. Waits for the first of them where they are sent; nothing has been written then.
+    """Chooses how a version's bytes come in. Where the trainer sends them it waits for the first
+    bucket, before anything is written.
 
     launch: of the trainer's sums (see `protocol.CommitRequest`). wholes: see `protocol.PrepareRequest`.
     """
@@ -187,7 +194,7 @@ def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collecti
 
 
 def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, int]]:
-    """The seconds it took, and the digests of what has arrived.
+    """Waits for the bytes. Returns the seconds that took, and the digests of what has arrived.
 
     Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published, where the manifest says which and
     this worker has looked at all of them.

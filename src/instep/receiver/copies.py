@@ -1,4 +1,5 @@
-"""What direct layers read and where it goes, looked up once for as long as both stay: a commit has no time to search a model."""
+"""What direct layers read and where it goes, looked up once until a layer changes or moves: a
+commit has no time to search a model."""
 
 from __future__ import annotations
 
@@ -44,20 +45,21 @@ class Copies:
         self._slots = [_slot(model, name) for name in params]
         self._addresses = self._now()
         self.worked_out: tuple[Hashable, Any] | None = None
-        """What a transport has worked out for these copies from an address of its own."""
+        """What a transport has worked out for these copies, with the address that it holds for."""
 
     def compares(self, route: Route) -> bool:
         """Whether a route leads to a layer that is compared."""
         return route.param.rpartition(".")[0] in self.compared
 
     def renewed(self, model: torch.nn.Module) -> Copies:
-        """The same copies to where the parameters lie now: this object, for as long as they lie where they lay."""
+        """Returns the same copies for where the parameters lie now. It is this object if none has
+        moved."""
         if self.stay(model):
             return self
         return Copies(model, self.layers, self.asked, self.every, others=self.others, compared=self.compared)
 
     def stay(self, model: torch.nn.Module) -> bool:
-        """Whether the model has the same modules, and their parameters lie where they lay."""
+        """Whether the model has the same modules, and their parameters have not moved."""
         children = list(chain.from_iterable(map(dict.values, self._parents)))
         if model is not self.model or len(children) != len(self._children) or not all(map(is_, children, self._children)):
             return False

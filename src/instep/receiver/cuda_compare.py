@@ -1,4 +1,5 @@
-"""Whether live storage holds what routes bring, on a GPU: by sums, one launch for all that was brought and one for all that is held.
+"""Compares live storage with what routes bring, on a GPU: by sums, one launch for all that was
+brought and one for all that is held.
 
 The digest is keyed by position (see `digest.py`), so the same elements of a tensor have the same sum
 wherever they lie. Regions that cut a word of eight bytes are summed up in host memory.
@@ -21,11 +22,11 @@ from instep.receiver.pull import Parts, Places, rows_to
 from instep.receiver.regions import Tensors, fits, narrowed, view
 
 Summary = int | None
-"""Of what one route brings, or of what is held where it leads: equal for equal bytes. None: of storage that is laid out in another way."""
+"""The sum of what one route brings, or of what its target holds. None for another layout."""
 
 
 class Reads:
-    """The regions that some routes read, each once. Slots are their numbers in `regions`.
+    """The regions that some routes read, each once. A slot is an index into `regions`.
 
     every: the routes of all layers. runs: what is to be read of the tensors to sum each region up;
     nothing where it is all of a tensor, which is summed up as it is taken, and where it cuts words.
@@ -43,12 +44,13 @@ class Reads:
         ]
 
     def cut(self) -> set[str]:
-        """Tensors of which a region cuts words."""
+        """Returns the tensors of which a region cuts a word."""
         unread = (key for key, runs in zip(self.regions, self.runs, strict=True) if not runs)
         return {name for name, region in unread if not _is_all(self.metas[name], region)}
 
     def sums(self, summed: Sequence[int], wholes: Mapping[str, int], tensors: Tensors) -> list[int]:
-        """Of each region. summed: of the runs. wholes: of tensors. tensors: as they came, for what is in neither."""
+        """Returns the sum of each region. summed: sums of the runs. wholes: sums of whole tensors.
+        tensors: values, for regions that are in neither."""
         found = list(summed)
         for slot, (name, region) in enumerate(self.regions):
             if _is_all(self.metas[name], region) and name in wholes:
@@ -58,12 +60,13 @@ class Reads:
         return found
 
     def brought(self, sums: Sequence[int]) -> list[Summary]:
-        """Of each route."""
+        """Returns the sum of what each route brings."""
         slots = {key: slot for slot, key in enumerate(self.regions)}
         return [sums[slots[key]] for key in self.of_route]
 
     def parts(self, sums: Sequence[int], in_one: Collection[str]) -> Parts:
-        """By tensor and number. in_one: tensors that are told as a whole alone."""
+        """Returns sums by tensor and number of the region. in_one: tensors that are reported as a
+        whole, left out here."""
         found: Parts = {}
         for (name, _), number, total in zip(self.regions, self.numbers, sums, strict=True):
             if name not in in_one:
@@ -72,7 +75,7 @@ class Reads:
 
 
 def held(watched: Copies, metas: Mapping[str, TensorMeta], device: torch.device) -> list[Summary]:
-    """Of each route of layers that are compared, where it leads."""
+    """Returns, for each route of the compared layers, the sum of what its target holds."""
     found: list[Summary] = [None] * len(watched.routes)
     runs = []
     for slot, (route, asked) in enumerate(zip(watched.routes, watched.asked, strict=True)):
@@ -93,7 +96,7 @@ def held(watched: Copies, metas: Mapping[str, TensorMeta], device: torch.device)
 
 
 def summed(runs: Sequence[Run], slots: int, device: torch.device) -> list[int]:
-    """Waits, where there is something to read."""
+    """Sums up runs and waits for the result, if there are any."""
     if not runs:
         return [0] * slots
     table = Table(runs, slots, device, copy=False)
@@ -102,7 +105,7 @@ def summed(runs: Sequence[Run], slots: int, device: torch.device) -> list[int]:
 
 
 def masked(meta: TensorMeta, region: Region, part: torch.Tensor) -> int:
-    """The sum of a region of a tensor, everything else zero. part: its elements."""
+    """Returns the sum of a tensor that has `part` in a region and zeros elsewhere."""
     size, (first, last) = ITEM_BYTES[meta.dtype], extent(region)
     block = first * size // BLOCK_BYTES
     start = block * BLOCK_BYTES // size

@@ -5,7 +5,7 @@ attributes of tensors, to any depth, and sums up the memory of every tensor that
 It stops at other modules of the model, which are walked under their own names, and at classes and
 objects of the standard library and of PyTorch. What only a global variable leads to is not seen.
 
-Two looks say what an engine derives from weights, if it loaded different weights before each.
+Two looks tell what an engine derives from weights, if it loaded different weights before each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from instep.receiver.memory import Memory, extent
 
 Place = tuple[str, str]
-"""A module's name, and the way from there."""
+"""A module's name, and the attribute path from there."""
 
 PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
 LEAVES = (ModuleType, Enum, PurePath, torch.Generator)
@@ -40,7 +40,7 @@ UNFOLLOWED = sys.stdlib_module_names | {"torch", "instep"}
 
 
 class Held(NamedTuple):
-    """A tensor: how it is laid out, and which of the sums is that of its memory."""
+    """A tensor: its layout, and the index of its memory's sum."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,8 +49,8 @@ class Held(NamedTuple):
 
 
 class Same:
-    """An object that is compared by identity. Where that can be avoided it is not kept alive: it may
-    hold a layer's packed weights."""
+    """An object that is compared by identity. It is held by a weak reference if possible, because
+    it may hold a layer's packed weights."""
 
     def __init__(self, value: object) -> None:
         try:
@@ -65,7 +65,7 @@ class Same:
 
 
 class Look:
-    """What is held at this moment.
+    """What a model's modules hold at this moment.
 
     spared: tensors whose memory is not looked at, nor that of their views: the weights of the plan,
     and what generation fills.
@@ -86,7 +86,8 @@ class Look:
         self._seen.clear()
 
     def changed(self, before: Look) -> dict[str, list[Place]]:
-        """Modules that hold, or lead to, something that is not as it was, each with the places of such things."""
+        """Returns the modules that hold, or lead to, something that has changed, each with the
+        places of such things."""
         found: dict[str, list[Place]] = defaultdict(list)
         for place in {**self.found, **before.found}:
             if not self.as_it_was(before, place):
@@ -95,14 +96,15 @@ class Look:
         return found
 
     def followed(self, before: Look, place: Place) -> bool:
-        """Whether something that is derived from weights is another one after they have changed. An
-        address in a tensor of one number says nothing: memory may be had again."""
+        """Whether something derived from weights has changed with them. A tensor of one 64-bit
+        integer counts as changed: it may be an address, and the allocator may give the same memory
+        again."""
         now = self.found.get(place)
         address = isinstance(now, Held) and now.dtype is torch.int64 and not now.shape
         return address or not self.as_it_was(before, place)
 
     def owners(self, place: Place) -> set[str]:
-        """The modules from which one gets there."""
+        """Returns the modules from which a place can be reached."""
         seen, left = {place}, [place]
         while left:
             for holder in self.holders.get(left.pop(), ()):
@@ -166,7 +168,8 @@ class Look:
 
 
 def children(value: Any, modules: Container[int]) -> Iterator[tuple[str, object]]:
-    """What a value leads to, each with the way there. modules: ids of those at which a walk stops."""
+    """Yields what a value leads to, each with the attribute path. modules: ids of those at which a
+    walk stops."""
     if isinstance(value, torch.Tensor):
         if is_wrapper(value):
             yield from ((f".{name}", getattr(value, name)) for name in _inner(value))
@@ -212,7 +215,7 @@ def _items(value: Any) -> Iterator[tuple[str, object]]:
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor is a class around other tensors, which have the memory."""
+    """Whether a tensor is a wrapper subclass around other tensors, which have the memory."""
     return is_traceable_wrapper_subclass(tensor)
 
 
@@ -222,7 +225,8 @@ def _inner(tensor: Any) -> list[str]:
 
 
 def is_followed(value: object) -> bool:
-    """Whether an object may hold tensors, and is one that an engine's own code has made."""
+    """Whether an object may hold tensors and is of a class that is neither the standard library's
+    nor PyTorch's."""
     if isinstance(value, (*PLAIN, float, complex, np.generic, np.ndarray, *LEAVES)):
         return False
     kind = value if isinstance(value, type) else type(value)
@@ -252,5 +256,5 @@ def is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> str:
-    """Of a container of numbers and text. Sets have no order."""
+    """Returns a container of numbers and text as text. Sets are sorted first."""
     return repr(sorted(map(repr, value))) if isinstance(value, set | frozenset) else repr(value)

@@ -1,9 +1,10 @@
-"""Whether a reload session leaves an engine as its initial load would have made it of the same bytes.
+"""Compares what a reload session leaves with what the engine's initial load makes of the same
+bytes.
 
-Bytes that are read back say that a session brought them. They do not say that it made anew all that the
-engine derives from them, or that it left alone what it has no business with. An initial load does:
-every start of the engine from a checkpoint is one. So a second model is loaded, a few layers at a time,
-into memory of its own, and what it holds is compared with what the live one holds.
+Bytes that are read back show that a session brought them. They do not show that the session made
+all that the engine derives from them anew, or that it left everything else alone. An initial load
+is right in both: every start of the engine from a checkpoint is one. So a second model is loaded,
+a few layers at a time, into memory of its own, and compared with the live one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ NEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """layers: modules that hold what an initial load makes of the same bytes. unproved: modules that could not be compared, and why."""
+    """The result of a comparison. layers: modules that hold what an initial load makes of the same
+    bytes. unproved: modules that could not be compared, and why."""
 
     layers: frozenset[str] = frozenset()
     unproved: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +42,8 @@ class Compared:
 
 
 def compare(host: Host, plan: WorkerPlan, tensors: Tensors, others: Tensors) -> Compared:
-    """Compare what a reload session has left in `host` with what the engine's initial load makes of the same weights.
+    """Compares what a reload session has left in `host` with what the engine's initial load makes
+    of the same weights.
 
     tensors: those that the session was given last. others: tensors of the same names and shapes, in which no element is the same.
 
@@ -97,7 +100,8 @@ class _Comparison:
         raise ApplyError(text, tensor=layer, next_step=NEXT)
 
     def _compare(self, fresh: Fresh, unit: Mapping[str, str], again: list[Fresh]) -> None:
-        """unit: modules that are loaded together, the second model's names and those of the live one."""
+        """Compares the modules of one unit. unit: modules that are loaded together; the second
+        model's names, each with that of the live model."""
         with fresh.loading(unit, self._wanted(unit, self.tensors)):
             found, hidden = differences(self.host.model, fresh.model, unit)
             found = [one for one in found if one.kind not in self.harmless]
@@ -114,7 +118,8 @@ class _Comparison:
         return offered(self.plan, {name for live in unit.values() for name in self.reads.get(live, ())}, tensors)
 
     def _dropped(self, unit: Mapping[str, str]) -> set[str]:
-        """Layers whose weights are where they cannot be read: the engine has left an empty tensor in their place."""
+        """Returns layers whose weights cannot be read, because the engine has left an empty tensor
+        in their place."""
         names = set(unit.values())
         params = (param for param in self.plan.params if param.layer in names and not param.buffer)
         return {param.layer for param in params if prod(param.shape) and not self._numel(param.name)}
@@ -123,7 +128,8 @@ class _Comparison:
         return self.live[param].numel() if param in self.live else 0
 
     def _computes(self, fresh: Fresh, name: str, live: str) -> bool | None:
-        """Whether a layer whose state cannot be read computes the same. None where it cannot be asked, which is noted."""
+        """Whether a layer whose state cannot be read gives the same output in both models. None,
+        with a note, where it cannot run."""
         try:
             return alike(self.host.computes(live), fresh.computes(name))
         except Exception as error:
@@ -131,8 +137,9 @@ class _Comparison:
             return None
 
     def _judge(self, found: list[Difference], unit: Mapping[str, str], again: list[Fresh]) -> None:
-        """What differs is wrong where it follows from weights, or is a parameter or a buffer. Something else may have changed since
-        the engine was started: a counter, or what a kernel has noted. And memory that nothing is loaded into may hold anything."""
+        """Decides which differences are wrong: those that follow from weights, and those of
+        parameters and buffers. Other state may have changed since the engine was started, such as
+        counters. Uninitialized memory may hold anything."""
         if not again:
             again += [fresh for fill in (0xA5, 0) if (fresh := self.host.fresh(fill)) is not None]
         with again[0].loading(unit, self._wanted(unit, self.tensors)):

@@ -1,4 +1,5 @@
-"""What a worker has proved of its layers, kept for each list of tensors: also for the next trainer that pushes one of the same names."""
+"""What a worker has proved of its layers, kept for each list of tensors. The next trainer that
+pushes tensors of the same names uses it too."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from instep.receiver import Host
 from instep.receiver.apply import Applier
 
 LISTS = 4
-"""Of tensors, the last ones that were pushed: a trainer in another dtype, or of a part of the model, has one of its own."""
+"""How many lists of tensors are kept. Another dtype, or a part of the model, makes another list."""
 
 
 class Kept:
@@ -17,7 +18,8 @@ class Kept:
         self._appliers: dict[str, Applier] = {}
 
     def applier(self, host: Host, signature: str, plan: WorkerPlan) -> Applier:
-        """The one that has proved something, where the engine has neither another plan nor other modules by now."""
+        """Returns the applier that has proved something for these tensors, or a new one if the
+        engine's plan or modules have changed."""
         known = self._appliers.pop(signature, None)
         if known is None or known.plan != plan or not known.stays():
             known = Applier(host, plan)
@@ -27,7 +29,8 @@ class Kept:
         return known
 
     def anew(self, applier: Applier) -> Applier:
-        """Forgets what was proved, as after a commit that failed: the engine's own session puts right what copies would not."""
+        """Forgets what was proved, as after a commit that failed: the engine's own session repairs
+        what copies would not."""
         fresh = Applier(applier.host, applier.plan)
         self._appliers = {signature: fresh if one is applier else one for signature, one in self._appliers.items()}
         return fresh

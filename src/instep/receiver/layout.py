@@ -10,22 +10,26 @@ from torch import nn
 
 
 class Layout:
-    """What a host knows of its model in checkpoint layout. This one: every write reaches its parameter."""
+    """What a host knows of its model in checkpoint layout. In this class every write reaches its
+    parameter."""
 
     def wrote(self, tensor: torch.Tensor, *, copied: bool) -> None:
-        """Told of each write of the loader. tensor: a view of a parameter or buffer. copied: by `copy_`, not by a fill or in place."""
+        """Records a write of the loader. tensor: a view of a parameter or buffer. copied: whether
+        by `copy_`, and not by a fill or in place."""
 
     def replaced(self, param: str) -> None:
-        """Told of each parameter or buffer for which the loader has put another tensor in place."""
+        """Records a parameter or buffer that the loader has replaced by another tensor."""
 
     def unnoticed(self) -> Collection[str]:
-        """Layers, of those that were written, that a reload session would leave as they are: the loader writes past what it looks at."""
+        """Returns those written layers that a reload session would leave as they are, because the
+        loader writes past what the session tracks."""
         return ()
 
 
 @contextmanager
 def shape_only(model: nn.Module) -> Iterator[Layout]:
-    """Within it every parameter and buffer has a shape and no bytes; afterwards the live ones are back.
+    """Replaces every parameter and buffer by a tensor on the meta device within its block.
+    Afterwards the live ones are back.
 
     The checkpoint layout of a model that keeps its tensors as its loader takes them. There they are
     contiguous: a region of a tensor counts its elements in order, however it lies in memory.
@@ -49,8 +53,9 @@ def shape_only(model: nn.Module) -> Iterator[Layout]:
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of the same class, shape, dtype and attributes, without bytes. Of integers
-    it is a copy with bytes: loaders read maps of experts to find out what goes where."""
+    """Returns a contiguous tensor on the meta device with the same class, shape, dtype and
+    attributes. A tensor of integers is copied instead: loaders read expert maps to find out what
+    goes where."""
     made = _shape_of(tensor) if tensor.is_meta or tensor.dtype.is_floating_point else tensor.detach().clone()
     made.__class__ = tensor.__class__
     made.__dict__ = tensor.__dict__.copy()

@@ -6,7 +6,7 @@ from instep.errors import EngineBusy, VersionConflict
 
 
 class Lease:
-    """Nobody's at first. now: seconds of a clock that only goes forward."""
+    """Which trainer a worker belongs to; none at first. now: seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self.session: str | None = None
@@ -15,26 +15,28 @@ class Lease:
         self.seconds = self.expires = 0.0
 
     def take(self, now: float, session: str, version: str, seconds: float) -> None:
-        """seconds: after which another trainer may take over from one that never came back."""
+        """Gives the worker to a trainer. seconds: the time after which another trainer may take
+        over."""
         self.session, self.version, self.seconds, self.expires = session, version, seconds, now + seconds
 
     def check(self, now: float, session: str) -> None:
-        """Raises `EngineBusy` where the worker is another trainer's."""
+        """Raises `EngineBusy` where the worker belongs to another trainer."""
         if self.others(now, session):
             raise EngineBusy(f"another trainer is pushing {self.version!r} to this engine")
 
     def others(self, now: float, session: str) -> bool:
-        """Whether the worker is another trainer's."""
+        """Whether the worker belongs to another trainer."""
         return self.session not in (None, session) and now < self.expires
 
     def committed(self, now: float, *, hold: bool) -> None:
-        """hold: the trainer has yet to label the engine and to have it go on, and aborts then."""
+        """Extends the lease after a commit, or ends it. hold: the trainer has yet to label the
+        engine and let it run on, and then calls `abort`."""
         self.expires = now + self.seconds
         if not hold:
             self.end()
 
     def call_off(self, session: str, seq: int) -> None:
-        """This trainer's earlier requests are to change nothing any more, also those that come late."""
+        """Makes this trainer's earlier requests void, even those that arrive later."""
         if self.called_off[0] == session:
             seq = max(seq, self.called_off[1])
         self.called_off = session, seq

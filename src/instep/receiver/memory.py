@@ -1,4 +1,4 @@
-"""Sums of memory that tensors lie in: any device, every byte, each stretch once."""
+"""Sums of the memory of tensors: on any device, every byte, each stretch once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import xxhash
 from instep.digest_cuda import Run, Table
 
 Extent = tuple[torch.device, int, int]
-"""A device, the address of a first byte, and that of the byte after the last."""
+"""A device, the address of the first byte, and the address after the last byte."""
 
 
 def extent(tensor: torch.Tensor) -> Extent | None:
-    """Where a strided tensor lies, gaps between its elements counted in. None where it has no memory."""
+    """Returns where a strided tensor lies, gaps between its elements included. None where it has no
+    memory."""
     if tensor.numel() == 0 or not (start := tensor.data_ptr()):
         return None
     elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -25,7 +26,8 @@ def extent(tensor: torch.Tensor) -> Extent | None:
 
 
 class Memory:
-    """spared: tensors whose memory is left out. What lies in the gaps between the elements of one is not."""
+    """Collects the memory of tensors and sums it up. spared: tensors whose memory is left out. The
+    gaps between their elements are not left out."""
 
     def __init__(self, spared: Iterable[torch.Tensor]) -> None:
         self._slots: dict[Extent, int] = {}
@@ -48,7 +50,7 @@ class Memory:
         return (at >= 0 and stop <= stretches[at][1]) or (bool(self._with_gaps) and _elements(tensor) in self._with_gaps)
 
     def slot(self, tensor: torch.Tensor, found: Extent) -> int:
-        """Which of `sums` will be that of the tensor's memory."""
+        """Adds a tensor's memory. Returns its index in the result of `sums`."""
         if found not in self._slots:
             self._slots[found] = len(self._slots)
             storage = tensor.untyped_storage()
@@ -58,7 +60,8 @@ class Memory:
         return self._slots[found]
 
     def sums(self) -> list[int]:
-        """Waits. Equal for equal bytes. The tensors are let go."""
+        """Waits for the sums and returns them; they are equal for equal bytes. References to the
+        tensors are dropped."""
         found, self._bytes = self._bytes, []
         of_device: dict[torch.device, list[int]] = defaultdict(list)
         for slot, flat in enumerate(found):
@@ -76,7 +79,7 @@ def _elements(tensor: torch.Tensor) -> Hashable:
 
 
 def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """In order, those that touch made one."""
+    """Returns stretches in order, with those that touch merged into one."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(stretches):
         if joined and start <= joined[-1][1]:
@@ -91,7 +94,8 @@ def _hash(flat: torch.Tensor) -> int:
 
 
 def _on_gpu(found: list[torch.Tensor], device: torch.device) -> list[int]:
-    """One launch for all words of 8 bytes, and one transfer for what is left over before and behind them."""
+    """Sums up memory of one GPU: one launch for all words of 8 bytes, and one transfer for the
+    bytes before and after them."""
     runs, rest = [], []
     for slot, flat in enumerate(found):
         start, size = flat.data_ptr(), flat.numel()

@@ -1,4 +1,4 @@
-"""What a worker has seen of a version's bytes: the sums that are compared with the trainer's."""
+"""What a worker has summed up of a version's bytes, to compare with the trainer's sums."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Proof:
 
     @classmethod
     def of(cls, wholes: dict[str, int], some: Sequence[Parts], theirs: dict[str, int], wanted: Collection[str]) -> Proof:
-        """Of sums. some: of regions, by different layers.
+        """Makes a proof of sums that are still to be compared. some: sums of regions, by different
+        layers.
 
         wanted: tensors that this worker reads. Raises `ApplyError` for one of which nothing was summed up.
         """
@@ -38,7 +39,8 @@ class Proof:
         return cls(len(parts.keys() | wholes.keys()), wholes=wholes, parts=parts, theirs=theirs)
 
     def proves(self, theirs: Mapping[str, int] | None) -> bool:
-        """Whether this worker holds the trainer's bytes. theirs: its sums, where they are known."""
+        """Whether this worker holds the trainer's bytes. theirs: the trainer's sums, where they are
+        known."""
         return self.complete or add_up([Told(self.wholes, self.parts)], self.theirs or theirs or {})
 
     def sums(self) -> dict[str, Any]:
@@ -46,6 +48,7 @@ class Proof:
 
 
 def check_places(copies: Copies, applier: Applier) -> None:
-    """Raises `ApplyError` where a layer that was written directly lies elsewhere by now, as it may after a reload session."""
+    """Raises `ApplyError` where a layer that was written directly has moved, as it may in a reload
+    session."""
     if applier.reloaded and not copies.stay(applier.host.model):
         raise ApplyError("the engine's reload session moved weights that had been pulled already")

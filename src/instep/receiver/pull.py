@@ -21,7 +21,7 @@ from instep.transport import Remote
 Parts = dict[str, dict[int, int]]
 """Sums of regions of tensors, by name and number."""
 Places = Callable[[TensorMeta], Sequence[Rows]]
-"""Where the parts of a tensor are, all of it, in words."""
+"""Returns where the parts of a tensor are mapped, in words of 8 bytes."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Moves:
     odd: dict[str, list[Route]] = field(default_factory=lambda: defaultdict(list))
     """Routes of tensors that are pulled whole and cut up here: their sum is that of the whole tensor."""
     asked: list[Route] = field(default_factory=list)
-    """The same as they were asked for (`Copies.asked`)."""
+    """The same routes, with regions of the checkpoint tensor (`Copies.asked`)."""
 
     def slot(self) -> int:
         self.slots += 1
@@ -43,7 +43,8 @@ class Moves:
 
 
 def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, wholes: Collection[str] = ()) -> Moves:
-    """A tensor is odd if any of its routes is no whole number of words, or if routes overlap.
+    """Works out the kernel's copies. A tensor is odd if one of its routes is no whole number of
+    words, or if routes overlap.
 
     wholes: tensors that are odd because what all workers read of them overlaps.
     """
@@ -64,7 +65,7 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, whole
             continue
         parts, slots = places(meta), made.parts[name]
         for (_, _, region), into in zip(routes, whole_words, strict=True):
-            # The same bytes a second time (a tied pair kept apart) are moved, and not counted twice.
+            # Bytes that two routes read (tied parameters in two copies) are moved twice, counted once.
             number = regions[name].index(region)
             counted = made.slot()
             slots.setdefault(number, counted)
@@ -73,30 +74,32 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, whole
 
 
 class Puller:
-    """The copies of one plan between fixed addresses."""
+    """Runs the copies of one plan between fixed addresses."""
 
     def __init__(self, copies: Copies, metas: Mapping[str, TensorMeta], reader: Remote, wholes: Collection[str]) -> None:
         self.copies = copies
         self.moves = moves(copies, metas, reader.places, wholes)
         self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
         self.reads: tuple[Copies | None, Any] | None = None
-        """What is summed up beside them, worked out for copies of other layers."""
+        """What else is summed up (`cuda_compare.Reads`), and the copies of other layers it is for."""
 
     def launch(self, metas: Mapping[str, TensorMeta], reader: Remote) -> None:
-        """The copies are on their way."""
+        """Starts the copies."""
         self.table.launch()
         for name, routes in self.moves.odd.items():
             source = reader.tensor(metas[name])
             copy_regions(routes, self.copies.live, {route.tensor: source for route in routes if route.tensor is not None})
 
     def sums(self) -> Parts:
-        """Waits. The sums of the regions that this worker pulled, by tensor and number: see `digest.py`."""
+        """Waits for the copies. Returns the sums of the regions that this worker pulled, by tensor
+        and number: see `digest.py`."""
         sums, _ = self.table.result()
         return {name: {number: sums[slot] for number, slot in slots.items()} for name, slots in self.moves.parts.items()}
 
 
 def rows_to(route: Route, meta: TensorMeta, live: torch.Tensor) -> Rows | None:
-    """What a route writes, in words. None where it cuts one, or widens what it brings. live: the parameter."""
+    """Returns what a route writes, in words. None where the route cuts a word or widens the dtype.
+    live: the parameter."""
     assert route.source is not None
     found = rows_of(route.source, route.target)
     if found is None or dtype_name(live.dtype) != meta.dtype:

@@ -1,4 +1,5 @@
-"""What a worker holds of checkpoint tensors, read back through its routes and summed up: to compare with a checkpoint, changing nothing."""
+"""Reads back what a worker holds of checkpoint tensors, to compare it with a checkpoint. Nothing is
+changed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ OTHER_LAYOUT = "the engine keeps {} in a layout of its own"
 
 
 def held(host: Host, applier: Applier | None, wanted: DigestRequest) -> Held:
-    """applier: of an earlier push of these tensors, which knows more of the layers than their shapes tell; None where there was none.
+    """Sums up what a worker holds of the wanted tensors. applier: that of an earlier push of these
+    tensors, which knows more of the layers than their shapes tell; None if there was none.
 
     Raises `PlanError` where the worker's loader refuses the tensors.
     """
@@ -48,7 +50,8 @@ def held(host: Host, applier: Applier | None, wanted: DigestRequest) -> Held:
 
 
 def _by_tensor(plan: WorkerPlan, metas: Mapping[str, TensorMeta], names: set[str]) -> dict[tuple[str, str], list[Route]]:
-    """Routes by tensor and parameter. What is read of an alias is read of what it stands for."""
+    """Returns routes by tensor and parameter. A route that reads an alias is listed under the
+    tensor that the alias stands for."""
     found: dict[tuple[str, str], list[Route]] = defaultdict(list)
     for route in plan.routes:
         name = (metas[route.tensor].alias_of or route.tensor) if route.tensor is not None else None
@@ -66,14 +69,16 @@ def _unreadable(param: ParamMeta, live: torch.Tensor | None, plan: WorkerPlan, a
 
 
 def _sum(meta: TensorMeta, live: torch.Tensor, routes: Sequence[Route]) -> int:
-    """Of what the routes brought, everything else zero: sums of parts add up to that of the whole (see `digest.py`)."""
+    """Returns the sum of what the routes brought, with zeros elsewhere: sums of parts add up to the
+    sum of the whole (see `digest.py`)."""
     whole = torch.zeros(meta.shape, dtype=live.dtype)
     _read(whole, live, routes)
     return partial(as_bytes(whole), seed_of(meta))
 
 
 def read_back(host: Host, plan: WorkerPlan, metas: Mapping[str, TensorMeta], names: set[str]) -> dict[str, torch.Tensor]:
-    """What a worker holds of checkpoint tensors in layers that store them as they came, in host memory: zeros where it holds nothing."""
+    """Returns what a worker holds of checkpoint tensors, in host memory, with zeros where it holds
+    nothing. Only for layers that store tensors as they came."""
     live = dict(live_tensors(host.model))
     found = {name: torch.zeros(metas[name].shape, dtype=getattr(torch, metas[name].dtype)) for name in names}
     for (name, param), routes in _by_tensor(plan, metas, names).items():

@@ -1,4 +1,5 @@
-"""Layers from whose weights an engine derives something: made anew from copied regions, where that is shown to give the very same layer."""
+"""Rebuilds layers from whose weights an engine derives something, where a rebuild is shown to give
+the very same layer."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ DERIVED = " is derived from weights"
 
 
 def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
-    """Promotes each layer that computes the same, bit for bit, when it is rebuilt, as after the session that went before.
+    """Promotes each layer that computes the same, bit for bit, when it is rebuilt as it did after
+    the last session.
 
-    From zeros first, which must change all that was found to be derived: a rebuild that does nothing, or forgets something, would make of
-    the same weights the same.
+    Each layer is rebuilt from zeros first, which must change all that was found to be derived.
+    Otherwise a rebuild that does nothing, or forgets something, would pass.
     """
     candidates = [layer for layer, reason in applier.reload.items() if reason.endswith(DERIVED) and _rebuildable(applier, layer)]
     if not candidates:
@@ -45,7 +47,8 @@ def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
 
 
 def _rebuildable(applier: Applier, layer: str) -> bool:
-    """Whether routes alone fill the layer: no padding, no constants. One without routes is tied to another, which is rebuilt."""
+    """Whether routes alone fill the layer, without padding or constants. A layer without routes is
+    tied to another one, which is rebuilt."""
     params = [param for param in applier.plan.params if param.layer == layer and not (param.buffer and param.spare)]
     routed = sum(route.target.numel for route in applier.routes[layer] if route.tensor is not None) if layer in applier.routes else 0
     needed = sum(Region(0, param.shape, ()).numel for param in params if param.spare == 0)
@@ -53,7 +56,7 @@ def _rebuildable(applier: Applier, layer: str) -> bool:
 
 
 def _rebuilt(applier: Applier, layer: str, source: Tensors) -> bool:
-    """Whether the engine's hook worked."""
+    """Rebuilds a layer. Returns whether the engine's hook succeeded."""
     try:
         applier.rebuild_layer(layer, source)
     except Exception:  # the session puts it right
@@ -62,7 +65,7 @@ def _rebuilt(applier: Applier, layer: str, source: Tensors) -> bool:
 
 
 def _computes(applier: Applier, layer: str) -> torch.Tensor | None:
-    """None where the layer cannot be tried."""
+    """Returns the layer's output, or None where the layer cannot run."""
     try:
         return applier.host.computes(layer)
     except Exception:

@@ -1,4 +1,4 @@
-"""Regions of tensors: copied, and compared bit by bit."""
+"""Copies regions of tensors, and compares them bit by bit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def offered(plan: WorkerPlan, names: Collection[str | None], tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Some tensors, in their order, as an initial load gives them to the engine's loader.
+    """Yields some of the tensors, in their order, as an initial load gives them to the engine's
+    loader.
 
     Those that the loader computes with are in host memory: the same arithmetic on a GPU rounds
-    otherwise (an exponential differs in the last bit). Those that it writes into are copies.
+    differently (an exponential differs in the last bit). Those that it writes into are copies.
     """
     for name in tensors:
         if name in names:
@@ -26,12 +27,14 @@ def offered(plan: WorkerPlan, names: Collection[str | None], tensors: Tensors) -
 
 
 def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """`region` of a contiguous tensor, or of the memory of one that is not (`place`), without a copy."""
+    """Returns `region` of a contiguous tensor, or of the memory of another one (`place`), without a
+    copy."""
     return tensor.as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
 
 
 def place(param: torch.Tensor, source: Region, target: Region) -> tuple[Region, Region] | None:
-    """What a copy into a live parameter reads, and where it goes in memory from the first element on.
+    """Returns what a copy into a live parameter reads, and where it goes in memory, counted from
+    the parameter's first element.
 
     None where no strides say that: the parameter is laid out in another way than its loader takes it.
     """
@@ -41,14 +44,15 @@ def place(param: torch.Tensor, source: Region, target: Region) -> tuple[Region, 
 
 
 def copy_regions(routes: Iterable[Route], live: Tensors, tensors: Tensors) -> None:
-    """Makes the copies of `routes` into the parameters `live`. Constants are left out."""
+    """Copies regions into the parameters `live`, one for each route. Routes of constants are
+    skipped."""
     for route in routes:
         if route.tensor is not None and route.source is not None:
             view(live[route.param], route.target).copy_(view(tensors[route.tensor], route.source))
 
 
 def load_region(param: torch.Tensor, target: Region, tensor: torch.Tensor) -> None:
-    """Writes a tensor to a region of a live parameter, however that lies in memory."""
+    """Writes a tensor to a region of a live parameter, whatever the parameter's strides."""
     whole = Region(0, tuple(tensor.shape), tensor.contiguous().stride())
     placed = place(param, whole, target)
     if placed is not None:
@@ -60,7 +64,8 @@ def load_region(param: torch.Tensor, target: Region, tensor: torch.Tensor) -> No
 
 
 def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
-    """Whether a live parameter has, bit for bit, what a route brings to it, widened where the parameter is of a wider dtype.
+    """Whether a live parameter has, bit for bit, what a route brings. The tensor is widened if the
+    parameter's dtype is wider.
 
     False where it is laid out in another way.
     """
@@ -74,13 +79,15 @@ def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
 
 
 def fits(param: torch.Tensor, route: Route, dtype: str) -> bool:
-    """Whether a live parameter has room for what a route brings as the checkpoint has it, of this dtype, and stores every value of it."""
+    """Whether a live parameter is large enough for what a route brings, in checkpoint layout, and
+    its dtype stores every value of `dtype`."""
     room = 1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
     return param.numel() > 0 and _end(route.target) <= room and widens(dtype, dtype_name(param.dtype))
 
 
 def narrowed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """What was brought in `dtype` where a parameter now holds `part`; None where that is not what widening makes of anything."""
+    """Returns `part` of a parameter in the `dtype` in which it was brought. None where no value of
+    that dtype widens to it."""
     brought = part.to(dtype)
     if brought is part:
         return part
@@ -92,6 +99,6 @@ def _end(region: Region) -> int:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor as integers: NaNs are compared by their bits, and -0.0 is not 0.0."""
+    """Returns the same tensor as integers: NaNs are compared by their bits, and -0.0 is not 0.0."""
     size = tensor.element_size()
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])

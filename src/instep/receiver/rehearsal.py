@@ -1,7 +1,7 @@
-"""Weights that are not the trainer's, for a reload session that goes before the one with the real ones.
+"""Made-up weights for a reload session that goes before the one with the real weights.
 
 They have the names, shapes and dtypes of the real ones, and differ from what models have in every
-element and in every simple statistic. No byte of the trainer's is needed for them.
+element and in every simple statistic. They need none of the trainer's bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PERIOD = 8191
 
 
 class Scrambled(Mapping[str, torch.Tensor]):
-    """Tensors of these names, shapes and dtypes, made when they are asked for. An alias has the values
-    of what it stands for.
+    """Tensors of the given names, shapes and dtypes, made when they are asked for. An alias has the
+    values of the tensor that it stands for.
 
     Numbers are from 16 to 32, in an order of their own for each tensor; in the next turn from 32 to 64. Integers are zeros,
     which are valid as indices.

@@ -1,4 +1,5 @@
-"""What a request to prepare says, most of which was said before: tensors, and often where they lie, stay from version to version."""
+"""Decodes requests to prepare. Tensors, and often their places, stay from version to version and
+are decoded once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from instep.protocol import Location, Manifest, PrepareRequest, TensorMeta, deco
 
 
 class _Manifest(Manifest, frozen=True, kw_only=True):
-    """A `Manifest` on the wire. What takes long to decode is left as it came."""
+    """A `Manifest` on the wire. Fields that take long to decode are left raw."""
 
     tensors: msgspec.Raw  # type: ignore[assignment]
     location: msgspec.Raw  # type: ignore[assignment]
@@ -25,7 +26,8 @@ class _Prepare(PrepareRequest, frozen=True, kw_only=True):
 
 
 def decode_prepare(body: msgspec.Raw) -> PrepareRequest:
-    """The same objects for the same bytes: not to be written to. Raises `msgspec.DecodeError` as `decode` does."""
+    """Decodes a request. Equal bytes give the same objects, so callers must not change them. Raises
+    `msgspec.DecodeError` as `decode` does."""
     wire = decode(body, _Prepare)
     tensors, location = _tensors(bytes(wire.manifest.tensors)), _location(bytes(wire.manifest.location))
     return structs.replace(wire, manifest=structs.replace(wire.manifest, tensors=tensors, location=location))
@@ -50,7 +52,8 @@ class Expected:
         self.seeds: dict[str, int] = {}  # of its digests
 
     def check(self, tensors: Sequence[TensorMeta]) -> None:
-        """Raises `PlanError` where a manifest's tensors are others. They may have another dtype: the plan says which it casts."""
+        """Raises `PlanError` where a manifest's tensors differ from the plan's. A dtype may differ:
+        the plan says which tensors it casts."""
         if tensors is self.checked:
             return
         if _shapes(tensors) != self.shapes:
@@ -58,7 +61,8 @@ class Expected:
         self.checked, self.seeds = tensors, {meta.name: seed_of(meta) for meta in tensors if not meta.alias_of}
 
     def sums(self, digests: Mapping[str, int]) -> dict[str, int] | None:
-        """What a worker that looks at all of each tensor finds if it holds the trainer's bytes. None where digests are not known yet."""
+        """Returns the sums that a worker finds if it reads all of each tensor and holds the
+        trainer's bytes. None while digests are unknown."""
         return {name: (digest - self.seeds.get(name, 0)) & MASK for name, digest in digests.items()} if digests else None
 
 

@@ -19,7 +19,7 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class Serves:
-    """Invariant: the version is that of the bytes in place while the state is `serving`."""
+    """What a worker serves. While the state is `serving`, `version` names the bytes in place."""
 
     def __init__(self) -> None:
         self.state: State = "serving"
@@ -34,19 +34,20 @@ class Serves:
         """Why the weights cannot be written now."""
 
     def writes(self) -> None:
-        """From here on the bytes in place are of no version."""
+        """Marks the worker dirty: from now on the bytes in place belong to no version."""
         self.state, self.taken = "dirty", None
 
     def wrote(self, taken: Taken, *, proved: bool) -> None:
-        """All of a version is in place. What only the trainer can prove is not served before it
-        says so: where it dies before that, whoever is left must not take the bytes for proved."""
+        """Notes that all of a version is in place. A version that only the trainer can prove is not
+        served before `accept`. If the trainer dies before that, nobody may take the bytes for
+        proved."""
         self.taken, self.state = taken, "unproved"
         self.last_error = f"its trainer did not prove what it holds of {taken.version}"
         if proved:
             self._take(taken)
 
     def withdraw(self, why: str) -> None:
-        """Forget the version: something else than a push has changed the weights that had its label."""
+        """Forgets the version, because something other than a push has changed its weights."""
         if self.version is not None:
             self.withdrawn = Withdrawn(self.version, why)
         elif self.withdrawn is not None:  # the caller of what changed them, which says more
@@ -54,12 +55,13 @@ class Serves:
         self.version, self.taken, self.last_error = None, None, why
 
     def check_awake(self, method: str) -> None:
-        """Raise `PlanError` for a call that leads to a commit where the weights cannot be written now."""
+        """Raises `PlanError` for a call that leads to a commit while the weights cannot be
+        written."""
         if self.asleep is not None and method in ("trace", "prepare", "commit"):
             raise PlanError(self.asleep, next_step="wake the engine first (vLLM: wake_up()), then push")
 
     def accept(self, request: Request) -> None:
-        """The trainer has proved what the last commit wrote. Safe to repeat.
+        """Notes that the trainer has proved what the last commit wrote. Safe to repeat.
 
         Raises `VersionConflict` where that was another version or another trainer's.
         """

@@ -108,13 +108,13 @@ class Receiver(Serves):
         return encode(Reply(seq, self.host.rank, self.state, self.version, fault, raw(body)))
 
     def of_adapter(self, number: int) -> Receiver:
-        """An adapter has versions of its own. Raises `PlanError` where the engine serves none."""
+        """Returns the adapter's own receiver. Raises `PlanError` where the engine serves none."""
         if number not in self.adapters:
             self.adapters[number] = Receiver(self.host.adapter(number), self.open_reader)
         return self.adapters[number]
 
     def dirty(self) -> str | None:
-        """Why the model must not run, or None."""
+        """Returns why the model must not run, or None."""
         dirty = next((receiver for receiver in (self, *self.adapters.values()) if receiver.state != "serving"), None)
         return (dirty.last_error or "its last commit did not end") if dirty else None
 
@@ -154,7 +154,7 @@ class Receiver(Serves):
         return plan
 
     def reserve(self, request: Request) -> None:
-        """Before the pause for a commit that also prepares its version: nobody else's push may meet that pause."""
+        """Takes the lease before the pause for a commit that also prepares its version."""
         self.lease.check(time.monotonic(), request.session)
         self.lease.take(time.monotonic(), request.session, decode(request.body, str), self.last.lease if self.last else RESERVED)
 
@@ -209,7 +209,8 @@ class Receiver(Serves):
         return known and self.version == wanted.left_at and self.state == "serving"
 
     def ready(self, request: Request) -> Arrival:
-        """Whether the bytes that were opened have arrived. Raises what went wrong on the way, and forgets them then."""
+        """Returns whether the opened bytes have arrived. Raises, and forgets them, if that
+        failed."""
         prepared = self.prepared
         if prepared is None or prepared.session != request.session:
             raise VersionConflict("nothing is prepared here")
@@ -277,7 +278,7 @@ class Receiver(Serves):
             self._give_up()
 
     def digest(self, request: Request) -> Held:
-        """What is in live storage now, of tensors that need not be those of the plan. Changes nothing."""
+        """Sums up live storage, for tensors that need not be those of the plan. Changes nothing."""
         wanted = decode(request.body, DigestRequest)
         if wanted.signature != signature(wanted.tensors):
             raise PlanError("the list of tensors is not the one that was signed")
@@ -288,7 +289,7 @@ class Receiver(Serves):
         self._drop()
 
     def _drop(self) -> bool:
-        """Closes what was prepared. False if something still refers to its bytes."""
+        """Closes what was prepared. Returns False if something still refers to its bytes."""
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return True

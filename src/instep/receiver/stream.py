@@ -27,7 +27,8 @@ from instep.transport import Passing
 
 
 def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
-    """What of a run lies in bytes `low` to `high` of the version, which are at address `base`. A run's source is a byte of the version."""
+    """Yields the parts of a run that lie in bytes `low` to `high` of the version, which are at
+    address `base`. A run's source is a byte offset in the version."""
     for row, column, rows, words in cut(run.source // 8, run.rows, run.row_words, run.source_stride, low // 8, high // 8):
         at, to = row * run.source_stride + column, row * run.target_stride + column
         yield replace(
@@ -41,7 +42,8 @@ def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
 
 
 def by_bucket(runs: Iterable[Run], size: int) -> Mapping[int, list[Run]]:
-    """The runs that may reach into each bucket of `size` bytes, in their order: each is cut for few buckets of many."""
+    """Returns, for each bucket of `size` bytes, the runs that may reach into it, in order. So a run
+    is cut for few buckets."""
     found: dict[int, list[Run]] = defaultdict(list)
     for run in runs:
         end = run.source + 8 * ((run.rows - 1) * run.source_stride + run.row_words)
@@ -51,7 +53,7 @@ def by_bucket(runs: Iterable[Run], size: int) -> Mapping[int, list[Run]]:
 
 
 class Scatter:
-    """The copies of one plan out of buckets that stay where they are.
+    """Copies out of buckets that stay at their addresses, for one plan.
 
     watched: copies that are not made: what they bring is summed up, region by region. buckets: the memory of each, in order. All that the
     GPU needs to know of them is brought to it here: that waits for what the current stream waits for, and once buckets are awaited that
@@ -93,12 +95,14 @@ class Scatter:
         return [Table(some, slots, bucket.device, copy=copy) for some, copy in ((moved, True), (read, False)) if some]
 
     def launch(self, index: int) -> None:
-        """Moves what a bucket holds of direct layers; adds that up, and whatever it holds of tensors that are put aside."""
+        """Moves a bucket's bytes of direct layers, and sums those up with the bytes of tensors that
+        are put aside."""
         for table in self.tables[index]:
             table.launch()
 
     def sums(self) -> tuple[dict[str, int], Parts, list[int]]:
-        """Waits. Of tensors that were put aside, of regions that were moved, and of those that are read beside."""
+        """Waits for the GPU. Returns sums of tensors that were put aside, of regions that were
+        moved, and of regions that are only read."""
         total = added(chain.from_iterable(self.tables))[0]
         wholes = {name: total[slot] for name, slot in self.slots.items()}
         parts = {name: {number: total[slot] for number, slot in slots.items()} for name, slots in self.moves.parts.items()}
@@ -123,7 +127,8 @@ class Streamed:
         return self.manifest.tensors
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Mapping[str, torch.Tensor]:
-        """Of a version whose tensors are asked for in turn a bucket comes when something in it is asked for."""
+        """Starts the copies. With `in_turn` a bucket is received when the loader asks for something
+        in it; otherwise all are received now."""
         at = self.manifest.location.address, watched, *self.in_one
         if copies.worked_out is None or copies.worked_out[0] != at:
             copies.worked_out = (at, Scatter(copies, watched, self.manifest, self.reader.parts, self.in_one))
@@ -137,8 +142,9 @@ class Streamed:
         return self.aside
 
     def _passing(self, *, ahead: bool) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
-        """What each bucket has of tensors that are put aside. While an engine's loader looks at it nothing else may be under way: to
-        bring memory anywhere, or to free it, waits without an end for a peer that died."""
+        """Yields what each bucket has of tensors that are put aside. Nothing else may be under way
+        while a loader looks at it: copying or freeing memory would wait for ever for a peer that
+        died."""
         for index, bucket in self.reader.each(ahead=ahead):
             self.scatter.launch(index)
             found = [(piece, bucket[piece.at : piece.at + piece.stop - piece.start]) for piece in self.scatter.pieces[index]]
@@ -147,12 +153,13 @@ class Streamed:
             yield found
 
     def _twice(self) -> set[str]:
-        """What may be asked for more than once: tensors with other names, and those in which a route cuts a word."""
+        """Returns tensors that may be asked for more than once: those that have aliases, and those
+        in which a route cuts a word."""
         metas = self.scatter.metas
         return {meta.alias_of for meta in metas.values() if meta.alias_of} | self.scatter.reads.cut()
 
     def _take_all(self) -> None:
-        """What is still to come. Nothing happens where everything has come."""
+        """Receives the remaining buckets, if there are any."""
         aside = self.aside
         if aside is None or aside.ended:
             return
@@ -175,7 +182,7 @@ class Streamed:
         self.reader.settle()
 
     def prove(self, applier: Applier) -> Proof:
-        """The sums, and those that the trainer has sent.
+        """Returns this worker's sums with those that the trainer has sent.
 
         Raises `ApplyError` where the reload session has moved a layer that had been written directly.
         """
@@ -184,7 +191,8 @@ class Streamed:
         return Proof.of(self.wholes, some, self.theirs, applier.wanted(self.scatter.metas))
 
     def forget(self) -> None:
-        """Also after a loader that failed everything is taken: other engines wait for the same buckets."""
+        """Receives the remaining buckets even after a loader failed: other engines wait for the
+        same ones."""
         with suppress(Exception):  # told already
             self._take_all()
         self.aside = None

@@ -16,13 +16,13 @@ from instep.plan.buckets import Piece
 from instep.protocol import TensorMeta
 
 Passing = Iterator[list[tuple[Piece, torch.Tensor]]]
-"""Of each bucket in order: parts of tensors, with their bytes, good until the next one."""
+"""Yields the parts of tensors in each bucket, with their bytes, which are valid until the next."""
 
 
 class StreamedStateDict(Mapping[str, torch.Tensor]):
-    """The tensors `names`. An alias is what it stands for.
+    """The tensors `names`. An alias gives the tensor that it stands for.
 
-    kept: of which more than one question is answered. Each of the others is let go with the first.
+    kept: tensors that may be asked for again. Each other one is let go when it is handed over.
     """
 
     def __init__(self, metas: Mapping[str, TensorMeta], names: Set[str], kept: Set[str], passing: Passing, device: torch.device) -> None:
@@ -48,14 +48,14 @@ class StreamedStateDict(Mapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
     def take_all(self) -> None:
-        """What is still to come. Only what is kept will be asked for from now on."""
+        """Receives the remaining buckets. From now on only tensors in `kept` will be asked for."""
         self.ended, self.names = True, self.kept
         self.rooms = {name: room for name, room in self.rooms.items() if name in self.kept}
         while self.take():
             pass
 
     def take(self) -> bool:
-        """The next bucket, if there is one."""
+        """Receives the next bucket. Returns False if there is none."""
         parts = next(self.passing, None)
         wanted = [(piece, data) for piece, data in parts or () if piece.meta.name in self.names]
         self._make_room([piece.meta for piece, _ in wanted if piece.start == 0])
@@ -65,7 +65,8 @@ class StreamedStateDict(Mapping[str, torch.Tensor]):
         return parts is not None
 
     def _make_room(self, metas: list[TensorMeta]) -> None:
-        """On the GPU while the engine's loader has room beside it: it holds a layer as it comes and as it becomes."""
+        """Allocates tensors on the GPU while the engine's loader has room beside them, else in host
+        memory. The loader holds a layer twice: as it comes and as it becomes."""
         room = free(self.device) - 2 * self.largest if metas else 0
         for meta in metas:
             fits = meta.nbytes <= room
@@ -74,7 +75,8 @@ class StreamedStateDict(Mapping[str, torch.Tensor]):
 
 
 def free(device: torch.device) -> int:
-    """Bytes of a GPU that this process could have, PyTorch's cache counted in; none elsewhere."""
+    """Returns the bytes of a GPU that this process could allocate, PyTorch's cache included; 0 for
+    another device."""
     if device.type != "cuda":
         return 0
     held = torch.cuda.memory_stats(device)

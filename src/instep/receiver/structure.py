@@ -1,4 +1,5 @@
-"""Which objects an engine's model is made of: what was proved of layers holds as long as those are the same."""
+"""Which objects an engine's model is made of: what was proved of layers holds as long as they are
+the same."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from instep.receiver.evidence import is_followed
 
 
 class Structure:
-    """The modules of a model, and the objects that some of them hold.
+    """The modules of a model, and the objects that some layers hold.
 
-    layers: those, each with the names of attributes that are not looked at.
+    layers: the layers whose objects count, each with the names of attributes to skip.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Iterable[str]]) -> None:
@@ -21,7 +22,7 @@ class Structure:
         self.objects = {layer: self._objects(layer) for layer in layers}
 
     def stays(self, model: nn.Module) -> bool:
-        """Whether they are the same objects still."""
+        """Whether modules and objects are still the same."""
         if model is not self.model or not _same(self.modules, dict(model.named_modules())):
             return False
         return all(_same(objects, self._objects(layer)) for layer, objects in self.objects.items())

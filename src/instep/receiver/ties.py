@@ -1,4 +1,5 @@
-"""Parameters of an engine that are the same memory under two names: what a version brings for both must be the same."""
+"""Parameters of an engine that share memory under two names: a version must bring the same for
+both."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ UNTIE = (
 
 
 def owners(model: nn.Module) -> dict[str, str]:
-    """For each parameter name, the first name that stands for the same memory: another one where two layers are tied."""
+    """Returns, for each parameter name, the first name of the same memory. It is another name where
+    two layers are tied."""
     first: dict[Hashable, str] = {}
     return {name: first.setdefault(_identity(tensor), name) for name, tensor in _live(model)}
 
 
 def check_ties(model: nn.Module, plan: WorkerPlan, tensors: Sequence[TensorMeta]) -> None:
-    """Raises `PlanError` where two tensors that the source does not declare to be the same go to the same memory."""
+    """Raises `PlanError` where two tensors go to the same memory and the source does not declare
+    them to be the same."""
     originals = {meta.name: meta.alias_of or meta.name for meta in tensors}
     copied: dict[str, set[Copied]] = defaultdict(set)
     for route in plan.routes:
@@ -60,13 +63,15 @@ def _lies(tensor: torch.Tensor) -> Extent | None:
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Equal for the same elements of the same memory. What has no memory is like nothing else."""
+    """Returns a key that is equal for the same elements of the same memory. A tensor without memory
+    has a key of its own."""
     found = _lies(tensor)
     return id(tensor) if found is None else (found, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _shared(live: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, bool]]:
-    """Names whose memory has elements in common with that of a name before, and whether it is the same."""
+    """Yields pairs of names whose memory has elements in common, and whether it is the same
+    memory."""
     first: dict[Hashable, str] = {}
     for name, tensor in live.items():
         if (other := first.setdefault(_identity(tensor), name)) != name:
@@ -80,7 +85,8 @@ def _shared(live: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, bool]]:
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor, start: int) -> bool:
-    """Whether two tensors have elements in common. start: the lower address. Columns of one matrix may lie between each other's."""
+    """Whether two tensors have elements in common. start: the lower address. Interleaved columns of
+    one matrix have none."""
     size, ahead = one.element_size(), other.data_ptr() - start
     if size != other.element_size() or ahead % size:
         return True

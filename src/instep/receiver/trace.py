@@ -42,7 +42,7 @@ UNNOTICED = (
 
 
 def trace(host: Host, tensors: Sequence[TensorMeta]) -> WorkerPlan:
-    """What the worker's loader would do with `tensors`. Nothing live is written.
+    """Works out what the worker's loader would do with `tensors`. Nothing live is written.
 
     Raises `PlanError`, naming the tensor: where the loader refuses it or would write memory that is in
     use, where two tensors would go to the same memory, and where no way leads to a parameter.
@@ -95,7 +95,8 @@ def _watch(host: Host, tensors: Sequence[TensorMeta], live_owner: dict[str, str]
 
 
 def _advice(error: Exception) -> str | None:
-    """What helps against an error of a loader; None for what `PlanError` says of names and shapes."""
+    """Returns advice against an error of a loader; None where `PlanError`'s own advice on names and
+    shapes is right."""
     if isinstance(error, NotImplementedError) or WITHOUT_BYTES.search(str(error)):
         return VALUES
     return None if isinstance(error, KeyError | ValueError | AssertionError | RuntimeError | IndexError) else FAILED
@@ -103,8 +104,8 @@ def _advice(error: Exception) -> str | None:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards the modules have the attributes that they had, and their tensors the memory: a loader
-    may set them to what has no bytes."""
+    """Restores the modules' attributes and their tensors' memory after its block: a loader may
+    replace them by tensors without bytes."""
     attributes = [(module, dict(vars(module))) for module in model.modules()]
     memory = [(tensor, tensor.detach()) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     try:
@@ -151,7 +152,8 @@ def _plan(watcher: Watcher, host: Host, layout: Layout, live: Mapping[int, str],
 
 
 def _read_by(made_from: Mapping[str, Collection[Origin]]) -> tuple[dict[str, list[Region]], dict[str, list[str]]]:
-    """What is read of each tensor to compute parameters from, and the layers of these."""
+    """Returns, for each tensor, the regions that parameters are computed from, and the layers of
+    those parameters."""
     regions: dict[str, set[Region]] = defaultdict(set)
     layers: dict[str, set[str]] = defaultdict(set)
     for param, origins in made_from.items():
@@ -162,7 +164,7 @@ def _read_by(made_from: Mapping[str, Collection[Origin]]) -> tuple[dict[str, lis
 
 
 def _no_copies(watcher: Watcher, param: ParamMeta) -> str | None:
-    """Why copies and zeros do not make a parameter, or None."""
+    """Returns why copies and zeros cannot make a parameter, or None."""
     if param.name in watcher.opaque:
         return watcher.opaque[param.name]
     if param.name in watcher.constants:
@@ -173,7 +175,7 @@ def _no_copies(watcher: Watcher, param: ParamMeta) -> str | None:
 
 
 def _has_place(host: Host, live: Mapping[int, str], name: str, buffer: torch.Tensor) -> bool:
-    """Whether the loader would write a buffer, if it were given under this name."""
+    """Whether the loader would write a buffer that was given under this name."""
     offered = {name: torch.empty_like(buffer, device="meta")}
     watcher = Watcher(host.model, offered, live, lambda: name, Layout())
     try:

@@ -23,7 +23,7 @@ from instep.receiver.layout import Layout
 
 aten = torch.ops.aten
 Origin = tuple[str, Region]
-"""Elements of a checkpoint tensor."""
+"""A region of a checkpoint tensor."""
 COMPUTED = ("", Region(0, (), ()))  # a scalar that is no element of a checkpoint tensor
 SAME_ELEMENTS = (aten.clone.default, aten._to_copy.default, aten.contiguous.default)
 COPIES = (aten.copy_.default, aten._foreach_copy_.default)
@@ -36,7 +36,7 @@ LIVE = (
 
 
 class Watcher(TorchDispatchMode):
-    """Writes down what happens to each parameter and buffer of a model in checkpoint layout.
+    """Records what happens to each parameter and buffer of a model in checkpoint layout.
 
     offered: the checkpoint tensors, on meta. live: what is known of storages in use, by address. loading:
     tells which tensor the loader has now.
@@ -108,7 +108,7 @@ class Watcher(TorchDispatchMode):
             self._note(self._origins(args, kwargs), (result, written))
 
     def _check(self, func: Any, tensor: torch.Tensor) -> None:
-        """Raises `PlanError` for memory that is in use."""
+        """Raises `PlanError` for a write to memory that is in use."""
         storage = storage_of(tensor)
         if tensor.is_meta or storage in self.targets or storage in self.made:
             return
@@ -119,7 +119,8 @@ class Watcher(TorchDispatchMode):
         raise self.refused
 
     def _adopt(self, written: list[torch.Tensor]) -> None:
-        """Memory of the loader's own, which takes what has no bytes: it may become a parameter's."""
+        """Treats the loader's own memory as a target once a tensor without bytes is written to it:
+        it may become a parameter."""
         for tensor in written:
             storage = storage_of(tensor)
             if not tensor.is_meta and storage not in self.targets:
@@ -127,9 +128,9 @@ class Watcher(TorchDispatchMode):
                 self.targets[storage] = f"{LATE}{storage}"
 
     def settle(self) -> None:
-        """To be called when the loader is done: parameters that it has made anew stand where it has put them.
+        """Resolves, after the loader is done, which parameters it has replaced.
 
-        Raises `PlanError` for one that the model has not had.
+        Raises `PlanError` for a parameter that the model did not have.
         """
         now = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters())}
         names = {storage_of(tensor): name for name, tensor in now.items()}
@@ -156,7 +157,7 @@ class Watcher(TorchDispatchMode):
         self.made_from = {known[target]: made for target, made in self.made_from.items() if known[target]}
 
     def _overwrite(self, func: Any, tensor: torch.Tensor, origins: set[Origin]) -> None:
-        """A checkpoint tensor, or a copy of one, is that no more."""
+        """Notes that a checkpoint tensor, or a copy of one, no longer holds its values."""
         storage = storage_of(tensor)
         if (name := self.sources.pop(storage, None)) is not None:
             self.overwritten.add(name)
@@ -175,7 +176,7 @@ class Watcher(TorchDispatchMode):
                 self.made_of[storage] |= origins
 
     def _origins(self, *given: Any) -> set[Origin]:
-        """The elements of checkpoint tensors that these are made of."""
+        """Returns the regions of checkpoint tensors that the given tensors are made of."""
         found: set[Origin] = set()
         for tensor in tensors_in(given):
             if tensor.is_meta and (region := self._region(tensor)) is not None:
@@ -237,7 +238,7 @@ class Watcher(TorchDispatchMode):
     _scalar_of: set[Origin] = set()  # noqa: RUF012
 
     def _region(self, tensor: torch.Tensor) -> Origin | None:
-        """Which elements of which checkpoint tensor these are, or None."""
+        """Returns the region of a checkpoint tensor that a tensor is, or None."""
         storage = storage_of(tensor)
         if storage in self.sources:
             return self.sources[storage], _as_region(tensor)
@@ -252,7 +253,8 @@ class Watcher(TorchDispatchMode):
 
 
 class ReadOnly(TorchFunctionMode):
-    """Hands out copies where a loader takes the memory of a tensor elsewhere: no operation of PyTorch writes there."""
+    """Hands out copies where a loader exports a tensor's memory, such as to NumPy: PyTorch does not
+    see writes there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__) and not args[0].is_meta:
@@ -261,7 +263,7 @@ class ReadOnly(TorchFunctionMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an operation changes."""
+    """Yields the tensors that an operation changes."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
@@ -269,7 +271,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 def _place_of(model: torch.nn.Module, storage: int) -> str | None:
-    """An attribute that leads to a storage, through lists and dicts at most."""
+    """Returns a module's attribute that holds a storage, directly or in lists and dicts."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if any(storage_of(tensor) == storage for tensor in tensors_in(value)):
@@ -286,7 +288,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number for the memory of a tensor: that of its views too, for as long as one of them lives."""
+    """Returns an identifier of a tensor's storage. Views share it, and it is valid while one of
+    them lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
