@@ -65,7 +65,7 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, whole
             continue
         parts, slots = places(meta), made.parts[name]
         for (_, _, region), into in zip(routes, whole_words, strict=True):
-            # Bytes that two routes read (tied parameters in two copies) are moved twice, counted once.
+            # Bytes that two routes read (tied parameters in two copies) move twice and count once.
             number = regions[name].index(region)
             counted = made.slot()
             slots.setdefault(number, counted)
@@ -81,7 +81,7 @@ class Puller:
         self.moves = moves(copies, metas, reader.places, wholes)
         self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
         self.reads: tuple[Copies | None, Any] | None = None
-        """What else is summed up (`cuda_compare.Reads`), and the copies of other layers it is for."""
+        """What else is summed up (`cuda_compare.Reads`), and for which copies of other layers."""
 
     def launch(self, metas: Mapping[str, TensorMeta], reader: Remote) -> None:
         """Starts the copies."""

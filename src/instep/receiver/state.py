@@ -209,8 +209,7 @@ class Receiver(Serves):
         return known and self.version == wanted.left_at and self.state == "serving"
 
     def ready(self, request: Request) -> Arrival:
-        """Returns whether the opened bytes have arrived. Raises, and forgets them, if that
-        failed."""
+        """Returns whether the opened bytes have arrived. Raises, and forgets them, on failure."""
         prepared = self.prepared
         if prepared is None or prepared.session != request.session:
             raise VersionConflict("nothing is prepared here")

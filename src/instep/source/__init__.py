@@ -22,7 +22,7 @@ from instep.protocol import TensorMeta
 
 
 class Look(NamedTuple):
-    """A source at one moment: what `metadata` and `stamp` say.
+    """A source at one moment: its `metadata` and its `stamp`.
 
     place: equal to that of an earlier moment only if every tensor that `tensors` gives lies where it
         lay then. None where nobody knows, or where the source makes tensors.
@@ -51,21 +51,25 @@ class Source(Protocol):
     """
 
     def metadata(self) -> list[TensorMeta]:
-        """Names, dtypes and shapes of every tensor, aliases included, in an order that `tensors` keeps."""
+        """Returns names, dtypes and shapes of all tensors, aliases included. `tensors` keeps their
+        order."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor that is not an alias, with its current values. Each call reads them anew."""
+        """Yields every tensor that is not an alias, with its current values. Each call reads the
+        values anew."""
 
     def stamp(self) -> Hashable:
-        """Changes whenever the values may have changed; compared before and after a copy."""
+        """Returns a value that changes whenever the tensors' values may have changed. It is
+        compared before and after a copy."""
 
     def score(self, token_ids: list[int]) -> list[float] | None:
-        """Log-probabilities (natural log, float32) that the trainer's own forward gives to `token_ids[1:]`,
-        each given the tokens before it; None for a source without a forward."""
+        """Returns log-probabilities (natural log, float32) that the trainer's own forward gives to
+        `token_ids[1:]`, each given the tokens before it. None for a source without a forward."""
 
 
 def open_source(obj: Any) -> Source:
-    """The source for a module, a mapping of names to tensors, a directory, or a source itself.
+    """Makes a source of a module, a mapping of names to tensors, or a directory. Returns a source
+    as it is.
 
     Raises `ConfigError` for anything else, and for a directory that holds no safetensors file.
     """
@@ -89,13 +93,15 @@ def open_source(obj: Any) -> Source:
 
 
 def device_of(source: Source) -> torch.device:
-    """Where a source's tensors are: what it says itself, if it has a `device`, or else where its first tensor is."""
+    """Returns the device of a source's tensors: the source's own `device` if it has one, or else
+    that of its first tensor."""
     device = getattr(source, "device", None)
     return device if isinstance(device, torch.device) else next((value.device for _, value in source.tensors()), torch.device("cpu"))
 
 
 def own(source: object, name: str) -> Any:
-    """What a source has under this name, if whoever wrote its `tensors` gave it that too; None for what is inherited beside it."""
+    """Returns a source's attribute if it comes from the class that defines `tensors`. None for an
+    attribute inherited from another class, because it may not fit that `tensors`."""
     if "tensors" in getattr(source, "__dict__", {}):
         return None
     writer = next((kind for kind in type(source).__mro__ if "tensors" in vars(kind)), object)
@@ -103,7 +109,7 @@ def own(source: object, name: str) -> Any:
 
 
 def again(source: Source) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """The second read of a source, after a whole first one."""
+    """Reads a source a second time, after a whole first read."""
     read = own(source, "again") or source.tensors
     found: Iterator[tuple[str, torch.Tensor | None]] = read()
     return found
@@ -115,13 +121,14 @@ class Stamped(Protocol):
 
 @contextmanager
 def unchanged(source: Stamped) -> Iterator[Hashable]:
-    """Around a copy of the source's tensors; gives its stamp. Raises `SourceError` where the trainer changed one meanwhile."""
+    """Yields the source's stamp, and checks at the end of the block that it has not changed. Raises
+    `SourceError` where the trainer changed a tensor meanwhile."""
     before = source.stamp()
     yield before
     check_unchanged(source, before)
 
 
 def check_unchanged(source: Stamped, before: Hashable) -> None:
-    """before: its stamp when the copy began. Raises as `unchanged` does."""
+    """Raises `SourceError` where the source's stamp is not `before` any more."""
     if source.stamp() != before:
         raise SourceError.changed()

@@ -44,7 +44,9 @@ class Adapter:
         self.config = AdapterConfig(number, _config(self._model, self._name))
 
     def metadata(self) -> list[TensorMeta]:
-        """Raises `SourceError` where another adapter was made the active one, its configuration was changed, or peft loses some of it."""
+        """Returns names, dtypes and shapes of the adapter's tensors. Raises `SourceError` where
+        another adapter was made active, the configuration was changed, or peft leaves out
+        tensors."""
         if (_active(self._model), _config(self._model, self._name)) != (self._name, self.config.config):
             raise SourceError(f"the adapter {self._name!r} is not the one that it was", next_step="make a new WeightSync for it")
         metas = self._now().metadata()
@@ -62,7 +64,7 @@ class Adapter:
         return self._now().stamp()
 
     def score(self, token_ids: list[int]) -> list[float] | None:  # noqa: ARG002
-        """None: an engine scores with its base weights."""
+        """Returns None: an engine scores with its base weights."""
         return None
 
     def _now(self) -> MappingSource:
@@ -73,7 +75,8 @@ class Adapter:
 
 
 def adapter_of(source: Any) -> AdapterConfig | None:
-    """What engines must know of a source before its tensors, where it is an adapter."""
+    """Returns the configuration that engines need before the tensors, or None if the source is no
+    adapter."""
     return source.config if isinstance(source, Adapter) else None
 
 
@@ -94,6 +97,6 @@ def _active(model: Any) -> str:
 
 
 def _config(model: Any, name: str) -> str:
-    """As peft writes it."""
+    """Returns the adapter's configuration in the JSON that peft writes."""
     config = model.peft_config[name].to_dict()
     return msgspec.json.encode(config, order="sorted").decode()

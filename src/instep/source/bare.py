@@ -27,14 +27,15 @@ UNMERGEABLE = "no engine was touched: peft's own merge_and_unload fails in the s
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside any number of wrappers around the whole of it (DDP, `torch.compile`, PEFT, activation checkpointing, averages)."""
+    """Returns the module inside any number of wrappers around the whole of it (DDP,
+    `torch.compile`, PEFT, activation checkpointing, averages)."""
     while (inner := _inner(module)) is not None:
         module = inner
     return module
 
 
 def peft_model(module: nn.Module | None) -> Any | None:
-    """The `PeftModel` inside any number of wrappers around the whole of it; None where there is none."""
+    """Returns the `PeftModel` inside any number of wrappers around the whole of it, or None."""
     peft = sys.modules.get("peft")
     while peft is not None and module is not None and not isinstance(module, peft.PeftModel):
         module = _inner(module)
@@ -42,7 +43,8 @@ def peft_model(module: nn.Module | None) -> Any | None:
 
 
 def bare(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
-    """A copy of the structure that shares every tensor, without wrappers, with base layers in the place of adapter layers.
+    """Copies a module's structure without wrappers, with base layers in the place of adapter
+    layers. The copy shares every tensor.
 
     Also returns the layers whose weights `merge` computes, by their path in the copy.
 
@@ -53,8 +55,9 @@ def bare(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def merge(path: str, layer: Any, own: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """State dict of `layer`'s base layer with its active adapters merged, bit for bit what peft's `merge_and_unload` computes. Of a layer
-    that computes weights itself, those.
+    """Returns the state dict of `layer`'s base layer with its active adapters merged, bit for bit
+    what peft's `merge_and_unload` computes. For a layer that computes weights itself, returns those
+    weights.
 
     own: the values of the layer's tensors by the ids of those that are in it, where it has shapes alone; they are written to. Otherwise
     takes the memory of one layer. Raises `SourceError` when they cannot be computed.
@@ -77,12 +80,13 @@ def merge(path: str, layer: Any, own: Mapping[int, torch.Tensor] | None = None) 
 
 
 def owner(layer: Any) -> int:
-    """Identifies what an adapter layer adds: the same for two layers whose adapters peft ties."""
+    """Returns a key of what an adapter layer adds. Two layers whose adapters peft ties have the
+    same key."""
     return id(getattr(layer, "tied_adapter", None) or layer)
 
 
 def adapters(modules: Iterable[nn.Module]) -> list[Any]:
-    """Those of `modules` that hold adapters."""
+    """Returns those of `modules` that hold adapters."""
     if (peft := sys.modules.get("peft")) is None:
         return []
     kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
@@ -90,7 +94,7 @@ def adapters(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def adapter_state(layers: Iterable[Any]) -> Hashable:
-    """Changes when adapters are switched, disabled, merged or scaled."""
+    """Returns a value that changes when adapters are switched, disabled, merged or scaled."""
     return tuple([_state_of(layer) for layer in layers])
 
 
@@ -100,13 +104,13 @@ def _state_of(layer: Any) -> Hashable:
 
 
 def applies_adapters(layers: Iterable[Any]) -> bool:
-    """Tell whether the forward of some adapter layer adds an adapter to its base weights now, be it
-    merged in place or computed beside them."""
+    """Tells whether the forward of some adapter layer adds an adapter to its base weights now. The
+    adapter may be merged in place or computed beside the weights."""
     return any(bool(layer.merged_adapters) or _unmerged(layer) for layer in layers if _is_adapter_layer(layer))
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    """What a wrapper wraps; None for a module that is no wrapper."""
+    """Returns the module that a wrapper wraps; None for a module that is no wrapper."""
     if "_fsdp_wrapped_module" in module._modules:
         raise SourceError("the module is sharded by FSDP: its parameters are not whole on this rank", next_step="push from all ranks")
     for segment in WRAPPER_SEGMENTS & module._modules.keys():
@@ -122,7 +126,7 @@ def _inner(module: nn.Module) -> nn.Module | None:
 
 
 def _inner_of_peft(module: Any) -> nn.Module | None:
-    # A peft module can only exist where peft has been imported, so that nothing is imported here.
+    # A peft module can only exist where peft has been imported, so nothing is imported here.
     if (peft := sys.modules.get("peft")) is None:
         return None
     inner: nn.Module | None = None
@@ -174,7 +178,7 @@ def _is_adapter_layer(module: nn.Module) -> bool:
 
 
 def _unmerged(layer: Any) -> bool:
-    """Tell whether the layer's forward adds an adapter that its base weights do not have.
+    """Tells whether the layer's forward adds an adapter that its base weights do not have.
 
     Adapter layers may wrap each other, one for each parameter of a module. Raises `SourceError` for
     an adapter that is disabled while it is merged: the trainer's next forward takes it out again.
@@ -200,8 +204,9 @@ def _chain(layer: Any) -> Iterator[Any]:
 
 
 def _private_copy(module: nn.Module, own: Mapping[int, torch.Tensor]) -> Any:
-    """The structure of an adapter layer with `own` values for the tensors with these ids. The others share the trainer's
-    memory, but none is the trainer's Parameter: peft may give one other data."""
+    """Copies the structure of an adapter layer, with `own` values for the tensors with these ids.
+    The others share the trainer's memory, but none is the trainer's Parameter, because peft may set
+    a Parameter's `data`."""
     module = unwrap(module)
     twin = _shallow_copy(module)
     twin._parameters = {
@@ -214,13 +219,15 @@ def _private_copy(module: nn.Module, own: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A module with the same tensors and children. Its containers are its own: peft notes in a layer's lists what it has merged."""
+    """Returns a module with the same tensors and children. Its containers are copied, because peft
+    notes in a layer's lists what it has merged."""
     twin: nn.Module = module.__new__(type(module))
     twin.__dict__ = own_attributes(module)
     return twin
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, its containers copied. ZeRO-3 keeps parameters in a dict of its own kind, which cannot be copied."""
+    """Returns a module's attributes, with their containers copied. ZeRO-3 keeps parameters in its
+    own subclass of dict, which cannot be copied."""
     attributes = {**module.__dict__, "_parameters": dict(module._parameters.items())}
     return {name: value.copy() if isinstance(value, list | set | dict) else value for name, value in attributes.items()}

@@ -21,7 +21,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class CheckpointSource:
-    """A directory of safetensors files (single, sharded, with or without an index) or one such file, in natural order of names.
+    """Reads a directory of safetensors files (single or sharded, with or without an index) or one
+    such file. Names come in natural order.
 
     Files are looked up at each call, so that a checkpoint saved again is read again. Raises `ConfigError` where there is no such
     file or safetensors is not installed, `SourceError` for a missing or unreadable shard and for a name that two shards hold.
@@ -50,7 +51,7 @@ class CheckpointSource:
                 yield name, tensor
 
     def stamp(self) -> Hashable:
-        """From each file's name, size and time of change."""
+        """Returns each file's name, time of change and size."""
         return tuple((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in self._files())
 
     def score(self, token_ids: list[int]) -> list[float] | None:  # noqa: ARG002
@@ -76,7 +77,7 @@ class CheckpointSource:
         return files
 
     def _index(self) -> dict[str, str]:
-        """Tensor name to file name; empty for a directory without an index."""
+        """Returns the file name of each tensor; empty for a directory without an index."""
         index = min(self._path.glob("*.safetensors.index.json"), default=None)
         if index is None:
             return {}
@@ -88,7 +89,8 @@ class CheckpointSource:
 
     @contextmanager
     def _opened(self) -> Iterator[dict[str, tuple[Path, Any]]]:
-        """Each tensor's name with the file that holds it, open until the end."""
+        """Yields each tensor's name with the file that holds it. Files stay open until the block
+        ends."""
         from safetensors import SafetensorError, safe_open
 
         shards: dict[str, tuple[Path, Any]] = {}

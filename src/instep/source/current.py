@@ -12,7 +12,7 @@ from instep.source import Source, again, device_of, own
 
 
 class CurrentSource:
-    """Gives what `source` gives at the moment. Raises `SourceError` while there is none."""
+    """Passes on what `source` gives now. Raises `SourceError` while `source` is None."""
 
     source: Source | None = None
 

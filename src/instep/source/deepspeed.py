@@ -40,13 +40,14 @@ def partition(name: str, param: Any) -> LocalShard:
 
 
 def _ranks_of(param: Any) -> Any:
-    """The process group over which the parameter is partitioned. None is all ranks."""
+    """Returns the process group over which the parameter is partitioned. None stands for all
+    ranks."""
     group = getattr(param, "ds_process_group", None)
     return group if isinstance(group, torch.distributed.ProcessGroup) else None
 
 
 def engine_module(module: Any) -> Any:
-    """The module in a `DeepSpeedEngine`, or None for another kind of module."""
-    # An engine can only exist where DeepSpeed has been imported, so that nothing is imported here.
+    """Returns the module in a `DeepSpeedEngine`, or None for any other object."""
+    # An engine can only exist where DeepSpeed has been imported, so nothing is imported here.
     deepspeed = sys.modules.get("deepspeed")
     return module.module if deepspeed is not None and isinstance(module, deepspeed.DeepSpeedEngine) else None

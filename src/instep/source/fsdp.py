@@ -21,7 +21,8 @@ Slot = tuple[int, str]
 
 
 def shards(root: nn.Module) -> dict[Slot, LocalShard]:
-    """What FSDP of either version holds of the parameters of `root`. Tied parameters have one `LocalShard`."""
+    """Returns what FSDP, in either version, holds of the parameters of `root` on this rank. Tied
+    parameters have one `LocalShard`."""
     return {slot: held for module in root.modules() for slot, held in _of_module(module)}
 
 
@@ -45,7 +46,8 @@ def _sharded(param: Any) -> Callable[[], Any]:
 
 
 def _of_flat_param(handle: Any) -> Iterator[tuple[Slot, LocalShard]]:
-    """FSDP1: parameters one after the other in a flat one, with padding between them and at its end, cut into equal parts."""
+    """Yields the shards of FSDP1. Its flat parameter holds the parameters one after the other, with
+    padding between them and at its end, and is cut into equal parts."""
     flat_param = handle.flat_param
 
     def memory() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whose error it is: what a source's own code raises is told as the source's."""
+"""Names the source in errors: an exception of a source's own code becomes a `SourceError`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from instep.source.within import Within
 
 
 class Guarded:
-    """A source with the same answers, whose every error is an `InstepError`: another one becomes the cause of a `SourceError`."""
+    """Passes on a source's answers. An exception that is no `InstepError` becomes the cause of a
+    `SourceError`."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -37,7 +38,7 @@ class Guarded:
             return bool(own(self.source, "stays"))
 
     def within(self) -> Iterator[list[Within]]:
-        """Nothing for a source that does not say."""
+        """Yields what else of the source could be pushed; nothing if the source has no `within`."""
         with self._calling("within"):
             read = own(self.source, "within")
             yield from read() if read else ()
@@ -61,13 +62,15 @@ class Guarded:
 
     @property
     def merged(self) -> bool:
-        """Tell whether the values have an adapter merged into them; False for a source that does not say."""
+        """Tells whether the values have an adapter merged into them; False for a source that does
+        not say."""
         with self._calling("merged"):
             return bool(getattr(self.source, "merged", False))
 
     @property
     def whole(self) -> bool:
-        """Tell whether its tensors are all that a checkpoint of its model has; False for a source that does not say."""
+        """Tells whether the tensors are all that a checkpoint of the model has; False for a source
+        that does not say."""
         with self._calling("whole"):
             return bool(getattr(self.source, "whole", False))
 

@@ -26,8 +26,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One checkpoint tensor: the live tensors it is made of, in model order, and which region it is of the only one (in that
-    tensor's flat index space, `whole` if all of it in order); `view` is None where it has to be converted."""
+    """One checkpoint tensor. parts: the live tensors it is made of, in model order. view: its
+    region of the only part, in that tensor's flat index space; None where it has to be converted.
+    whole: whether it is all of that part, in order."""
 
     meta: TensorMeta
     parts: tuple[str, ...]
@@ -35,7 +36,8 @@ class Saved:
     whole: bool
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
-        """This tensor as a view of the only part, which must be contiguous unless all of it is wanted."""
+        """Returns this tensor as a view of the only part. The part must be contiguous unless all of
+        it is wanted."""
         if self.whole:
             return part
         assert self.view is not None
@@ -43,7 +45,8 @@ class Saved:
 
 
 def layout(module: nn.Module, state: Mapping[str, torch.Tensor], same: Mapping[str, Hashable]) -> list[Saved]:
-    """The checkpoint tensors of `module` whose state dict is `state`, in the model's order, tied names as aliases.
+    """Returns the checkpoint tensors of `module` with the state dict `state`, in the model's order.
+    Tied names are aliases.
 
     `same` gives two names one value where they are the same bytes. Raises `SourceError` where transformers cannot save the
     module, or where its conversion loses a tensor.
@@ -80,7 +83,8 @@ def _with_aliases(saved: list[Saved], kept: Mapping[str, str]) -> list[Saved]:
 
 
 def convert(module: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` of the installed transformers would write for `state`; `state` itself for a module of other origin.
+    """Returns what `save_pretrained` of the installed transformers would write for `state`. For any
+    other module it returns the same entries.
 
     Raises `SourceError` where the conversion fails.
     """
@@ -98,13 +102,13 @@ def convert(module: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _is_pretrained(module: nn.Module) -> bool:
-    # A transformers model can only exist where its base class has been imported, so that nothing is imported here.
+    # A transformers model can only exist where its base class is imported, so this imports nothing.
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def _kept_names(module: nn.Module, same: dict[str, Hashable]) -> dict[str, str]:
-    """For each name the one that keeps the bytes when tied names are saved once."""
+    """Maps each name to the one that keeps the bytes when tied names are saved once."""
     keepers = {value: name for name, value in reversed(same.items())}
     if len(keepers) < len(same) and _is_pretrained(module):
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -132,7 +136,8 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts = {_storage(tensor): {name} for name, tensor in inputs.items()}
 
     def origin(self, tensor: torch.Tensor) -> tuple[tuple[str, ...], Region | None, bool]:
-        """The inputs that `tensor` is made of, its region where it is a view of the only one, and whether it is that one."""
+        """Returns the inputs that `tensor` is made of, its region if it is a view of the only
+        input, and whether it is all of that input."""
         storage = _storage(tensor)
         parts = tuple(sorted(self._parts.get(storage, ()), key=self._order.__getitem__))
         source = self._inputs.get(storage)

@@ -1,4 +1,4 @@
-"""The tensors of a dict, and whether it has the same ones still."""
+"""Remembers the tensors of a dict, to tell whether the dict still has the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instep.source.live import FACTS
 
 
 class Listed:
-    """Names and tensors at one moment. Keeps no tensor alive that the dict lets go.
+    """Names and tensors of a dict at one moment. Tensors are held by weak references.
 
     structure: equal to that of no other `Listed`. facts: equal for equal names of the same memory.
     """

@@ -1,4 +1,5 @@
-"""The tensors of a live module, and whether they are still the same. A push asks for it: hence plain loops in C."""
+"""Remembers the tensors of a live module, to tell whether they are still the same. Each push checks
+that, so the loops run in C."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from instep.source.bare import adapter_state, adapters, applies_adapters
 
 REGISTRIES = itemgetter("_modules", "_parameters", "_buffers")
 FACTS = (torch.Tensor.data_ptr, torch.Tensor.stride, *(getattr(torch.Tensor, fact).__get__ for fact in ("shape", "dtype", "device")))
-"""Of which `identity` is made. Asked fact by fact and not tensor by tensor: half the time."""
+"""The parts of `identity`. Reading part by part takes half the time of tensor by tensor."""
 
 
 class Live:
@@ -42,8 +43,9 @@ class Live:
         self._identities = [list(map(fact, self.tensors)) for fact in FACTS]
 
     def holds(self, root: nn.Module) -> bool:
-        """Whether `root` is this module still: the same submodules and tensors under the same names in the same places, the tensors in
-        the same memory with the same shapes, strides and dtypes, and the adapters as they were."""
+        """Whether `root` still is this module. Submodules and tensors must be the same objects
+        under the same names. Tensors must have the same memory, shapes, strides and dtypes.
+        Adapters must be in the same state."""
         filled = self._filled()
         return (
             root is self._root
@@ -60,7 +62,7 @@ class Live:
         return applies_adapters(self._adapters)
 
     def _filled(self) -> list[dict[str, Any]]:
-        """The registries of all modules that are not empty."""
+        """Returns the registries of all modules that are not empty."""
         return list(filter(None, chain.from_iterable(map(REGISTRIES, self._attributes))))
 
     def _not_saved(self) -> list[set[str]]:

@@ -1,4 +1,4 @@
-"""What this rank holds of one live tensor, however a trainer has sharded it."""
+"""What this rank holds of one live tensor, whatever the way a trainer shards it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ class LocalShard:
     local: Callable[[], torch.Tensor]
 
     def memory(self) -> torch.Tensor:
-        """Flat: a view of contiguous memory, of other memory a copy."""
+        """Returns this rank's part as a flat tensor: a view of contiguous memory, or a copy."""
         return self.local().detach().contiguous().reshape(-1)
 
 
 def whole(get: Callable[[], torch.Tensor]) -> LocalShard:
-    """A tensor that every rank has."""
+    """Returns the `LocalShard` of a tensor that every rank has in full."""
     tensor = get()
     return LocalShard(tuple(tensor.shape), tensor.dtype, everything(tensor.shape), get)
 
 
 def of_dtensor(name: str, get: Callable[[], Any]) -> LocalShard:
-    """Raises `SourceError` for one whose values are still to be summed up."""
+    """Returns the `LocalShard` of a `DTensor`. Raises `SourceError` for one with a partial
+    placement, whose values are still to be reduced."""
     tensor = get()
     intervals = local_intervals(name, tensor)
     # A mesh may leave this rank out, and small dimensions may leave it nothing.
@@ -45,7 +46,8 @@ def of_dtensor(name: str, get: Callable[[], Any]) -> LocalShard:
 
 
 def local_intervals(name: str, tensor: Any) -> list[list[Interval]] | None:
-    """Of each dimension the indices that this rank has, as intervals in order. None for a rank outside of the mesh."""
+    """Returns, for each dimension, the indices that this rank has, as intervals in order. None for
+    a rank outside of the mesh."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -62,7 +64,8 @@ def local_intervals(name: str, tensor: Any) -> list[list[Interval]] | None:
 
 
 def _split_factor(placement: Any) -> dict[str, int]:
-    """Of the placement that FSDP over tensor parallelism has."""
+    """Returns the argument that the placement of FSDP over tensor parallelism needs beside its
+    dimension."""
     return {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
 
 

@@ -44,7 +44,7 @@ class MappingSource:
         self.metadata()
 
     def metadata(self) -> list[TensorMeta]:
-        """The same list for as long as a dict has the same tensors in the same places."""
+        """Returns the same list for as long as a dict has the same tensors in the same places."""
         if not self.stays:
             return self._described()
         listed = self._listed
@@ -83,7 +83,8 @@ class MappingSource:
                 yield meta.name, self._value(meta.name).detach()
 
     def stamp(self) -> Hashable:
-        """Of values that may be made on access it knows nothing."""
+        """Returns a value that changes with the tensors. For a mapping that may make values on
+        access it holds the names only."""
         return self.look().stamp if self.stays else tuple(self._mapping)
 
     def look(self) -> Look:
@@ -99,7 +100,8 @@ class MappingSource:
         return prefixed(self.metadata())
 
     def _tied(self, original: str, name: str) -> bool:
-        """Whether two values lie in the same memory while both are held, with the same bytes before and after the second is asked for."""
+        """Whether two values lie in the same memory while both are held, and reading the second one
+        leaves the bytes of the first."""
         one = self._value(original)
         (before,) = checksums([one])
         other = self._value(name)
@@ -141,11 +143,11 @@ class ModuleSource:
         self._made_of: list[int] = []  # checksums, when `tensors` began
 
     def metadata(self) -> list[TensorMeta]:
-        """The same list for as long as the structure does not change."""
+        """Returns the same list for as long as the structure does not change."""
         return self._current().metadata
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of the structure that `metadata` or `stamp` saw last."""
+        """Yields the tensors of the structure that `metadata` or `stamp` saw last."""
         snapshot = self._snapshot or self._current()
         values = Values(snapshot)
         self._made_of = checksums(snapshot.of_made)
@@ -157,7 +159,8 @@ class ModuleSource:
                 yield from snapshot.views(group)
 
     def again(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Nothing is computed a second time: what it was computed of is the same before and after."""
+        """Reads views again. Nothing is computed a second time: the tensors that merged layers are
+        computed from must be unchanged."""
         snapshot = self._snapshot or self._current()
         if checksums(snapshot.of_made) != self._made_of:
             raise SourceError.changed()
@@ -168,7 +171,8 @@ class ModuleSource:
                 yield from snapshot.views(group)
 
     def stamp(self) -> Hashable:
-        """A cheap sign: changes that PyTorch does not count are not in it (`tensor.data`, fused optimizers, other libraries)."""
+        """Returns a stamp that is cheap to take. It misses changes that PyTorch does not count
+        (`tensor.data`, fused optimizers, other libraries)."""
         return self.look().stamp
 
     def look(self) -> Look:
@@ -194,16 +198,18 @@ class ModuleSource:
 
     @property
     def device(self) -> torch.device:
-        """Of its first tensor, which need not be merged to know that, in the structure that was seen last."""
+        """The device of the first tensor in the structure that was seen last. Nothing is merged to
+        find it."""
         return next((tensor.device for tensor in (self._snapshot or self._current()).state.values()), torch.device("cpu"))
 
     @property
     def merged(self) -> bool:
-        """Tell whether the values that were read last have an adapter merged into them."""
+        """Tells whether the values that were read last have an adapter merged into them."""
         return (self._snapshot or self._current()).live.applies_adapters()
 
     def _current(self) -> Snapshot:
-        """The snapshot, taken anew after a change of structure. To look takes half a millisecond, a new one some hundred."""
+        """Returns the snapshot, taken anew after a change of structure. The check takes half a
+        millisecond, a new snapshot some hundred."""
         root = unwrap(self._module)
         if self._snapshot is None or not self._snapshot.live.holds(root):
             self._snapshot = None  # also where the new structure is refused
@@ -213,7 +219,7 @@ class ModuleSource:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    # The flags alone: `train()` and `eval()` may be overridden to do more.
+    # Only the flags are set: `train()` and `eval()` may be overridden to do more.
     training = [part for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -225,5 +231,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Without compiling for the scored length. Nothing is compiled where dynamo was never imported."""
+    """Returns a context that runs the model eagerly, so that nothing is compiled for the scored
+    length. It does nothing where dynamo was never imported."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

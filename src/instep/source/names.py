@@ -1,4 +1,4 @@
-"""Names of tensors, as strings: nothing here knows a module."""
+"""Names of tensors, as strings. No function here looks at a module."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_
 
 
 def canonical(name: str) -> str:
-    """`name` without the segments that wrappers add, wherever in the path they stand:
-    `model._orig_mod.layers.0._checkpoint_wrapped_module.norm.weight` is `model.layers.0.norm.weight`."""
+    """Removes the segments that wrappers add to a name, wherever they stand:
+    `model._orig_mod.layers.0._checkpoint_wrapped_module.norm.weight` becomes
+    `model.layers.0.norm.weight`."""
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Canonical name to name as given, in the order given. Raises `SourceError` where two names become one."""
+    """Maps each canonical name to the given name, in the order given. Raises `SourceError` where
+    two names become one."""
     given: dict[str, str] = {}
     for name in names:
         first = given.setdefault(canonical(name), name)
@@ -32,5 +34,5 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def natural_key(name: str) -> tuple[str | int, ...]:
-    """Sort key that puts layer 2 before layer 10."""
+    """Returns a sort key that puts layer 2 before layer 10."""
     return tuple(int(part) if index % 2 else part for index, part in enumerate(re.split(r"(\d+)", name)))

@@ -25,12 +25,13 @@ PARAMETRIZATIONS = "parametrizations"
 
 
 def computed(module: nn.Module) -> list[str]:
-    """The names of a module's own weights that it computes from others."""
+    """Returns the names of a module's own weights that it computes from others."""
     return [*(getattr(module, PARAMETRIZATIONS) if parametrize.is_parametrized(module) else ()), *(name for name, _ in _hooks(module))]
 
 
 def without(twin: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Puts shapes in the place of what `twin` computes: `values` are these weights. twin: a private copy of the module's structure."""
+    """Replaces what `twin` computes by tensors on the meta device, in the shapes and dtypes of
+    `values`. twin: a private copy of the module's structure."""
     if parametrize.is_parametrized(twin):
         twin._modules.pop(PARAMETRIZATIONS)
         twin.__class__ = parametrize.type_before_parametrizations(twin)
@@ -43,7 +44,7 @@ def without(twin: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 
 def values(path: str, module: nn.Module, private: Callable[[], Any]) -> dict[str, torch.Tensor]:
-    """The weights that a module computes, as its forward outside of training would.
+    """Computes a module's weights as its forward outside of training would.
 
     private: makes a copy of the module that may be changed. Raises `SourceError` where they cannot be computed.
     """

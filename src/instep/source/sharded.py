@@ -1,4 +1,5 @@
-"""A module whose tensors lie in several processes, seen from one of them: what it holds of each checkpoint tensor.
+"""A module whose tensors lie in several processes: what this process holds of each checkpoint
+tensor.
 
 Most checkpoint tensors are live tensors, or boxes of them: their bytes go straight from where they lie to where they are wanted. The others
 are *made*: an adapter is merged into them, or the checkpoint format joins them. For those the live tensors they are made of have to be
@@ -26,11 +27,11 @@ from instep.source.tensors import versions
 from instep.source.within import Within, below
 
 Whole = Callable[[list[str]], dict[str, torch.Tensor]]
-"""Brings live tensors together, given by name. They may be written to."""
+"""Gathers live tensors, given by name. The caller may write to them."""
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a rank tells of itself.
+    """What a rank reports about its part of the model.
 
     tensors: of the checkpoint, the same on every rank. pieces: what this rank holds of those that are not in `made`.
     parts: the live tensors that those in `made` are made of. part_pieces: what this rank holds of them.
@@ -44,7 +45,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The description of a rank, or nothing where it is the one that was told before."""
+    """A rank's description, or None if the last one still holds."""
 
     description: Description | None
 
@@ -61,41 +62,44 @@ class ShardedModule:
         self._structure: Hashable = None
 
     def describe(self) -> Description:
-        """The same object for as long as the structure does not change."""
+        """Returns the same object for as long as the structure does not change."""
         return self._current().description
 
     def memory(self, live: str) -> torch.Tensor:
-        """What `Piece.source` counts in: this rank's part of a live tensor as it is now, flat."""
+        """Returns this rank's current part of a live tensor, flat. `Piece.source` is an index into
+        it."""
         assert self._taken is not None
         return self._taken.held[live].memory()
 
     def local(self, live: str) -> torch.Tensor:
-        """This rank's part of a live tensor as the trainer has it: `memory` is this where it is contiguous."""
+        """Returns this rank's part of a live tensor as the trainer has it. Where that is
+        contiguous, `memory` is a view of it."""
         assert self._taken is not None
         return self._taken.held[live].local()
 
     @property
     def device(self) -> torch.device:
-        """Of this rank's tensors, when they were described last."""
+        """The device of this rank's tensors when they were described last."""
         assert self._taken is not None
         return next(iter(self._taken.held.values())).local().device
 
     @property
     def merged(self) -> bool:
-        """Tell whether the values of this moment have an adapter merged into them."""
+        """Tells whether the current values have an adapter merged into them."""
         return applies_adapters(adapters(self._module.modules()))
 
     def stamp(self) -> Hashable:
-        """Does not see changes made through `tensor.data`, which PyTorch does not count."""
+        """Returns a stamp that misses changes through `tensor.data`, because PyTorch does not count
+        those."""
         taken = self._current()
         return id(taken), versions(held.local() for held in taken.held.values())
 
     def within(self) -> Iterator[list[Within]]:
-        """What else could be pushed, as far as names tell it: nobody else is asked."""
+        """Yields what else could be pushed, as far as names show it. Other ranks are not asked."""
         return below(self._module, self._current().description.tensors)
 
     def make(self, name: str, whole: Whole) -> dict[str, torch.Tensor]:
-        """The group of made checkpoint tensors that `name` belongs to."""
+        """Computes the group of made checkpoint tensors that `name` belongs to."""
         assert self._taken is not None
         return self._taken.make(name, whole)
 
@@ -132,14 +136,14 @@ class _Taken:
         self.description = Description([one.meta for one in saved], found, list(self.groups), metas, held)
 
     def _box(self, one: Saved) -> Box | None:
-        """Of the live tensor that a checkpoint tensor is; None for one that is made."""
+        """Returns a checkpoint tensor's box of its live tensor; None for a tensor that is made."""
         if one.view is None or len(one.parts) != 1 or one.parts[0] in self.adapters:
             return None
         shape = tuple(self.state[one.parts[0]].shape)
         return _all(shape) if one.whole else ordered_box(one.view, shape)
 
     def _needed(self, parts: tuple[str, ...]) -> list[str]:
-        """The live tensors that go into a group."""
+        """Returns the names of the live tensors that go into a group."""
         found = []
         for part in parts:
             found += self._of_adapter(self.adapters[part][1]) if part in self.adapters else [self.names[id(self.state[part])]]

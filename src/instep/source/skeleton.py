@@ -1,4 +1,5 @@
-"""A sharded module's structure, with a shape in the place of every tensor, and what this rank holds of each.
+"""A sharded module's structure, with a tensor on the meta device in the place of each one, and what
+this rank holds of each.
 
 Whatever reads a whole module's structure (names, ties, adapters, checkpoint layout) reads a skeleton in the same way, on every rank alike.
 The trainer's module is looked at and never written: no hook runs, nothing is gathered.
@@ -32,14 +33,16 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def structure(module: nn.Module) -> Hashable:
-    """Changes when modules, names or adapters do: a skeleton holds as long as it does not."""
+    """Returns a value that changes when modules, names or adapters do. A skeleton holds until
+    then."""
     modules = list(module.modules())
     facts = [(id(one), *one._modules, 0, *one._parameters, 0, *one._buffers, *one._non_persistent_buffers_set) for one in modules]
     return tuple(facts), adapter_state(adapters(modules))
 
 
 class Skeleton:
-    """module: the structure without what wraps its parts for training; adapters are left in place.
+    """Copies a module's structure without the wrappers of training. module: the copy, with adapters
+    left in place.
 
     held: what this rank holds of each of its tensors, by the id of the shape that stands for it. names: of them.
     """
@@ -60,7 +63,7 @@ class Skeleton:
         self._looks = self._look()
 
     def fits(self) -> bool:
-        """Whether every tensor is still sharded and stored as it was."""
+        """Whether every tensor still has the same local dtype, size and device."""
         return self._looks == self._look()
 
     def _look(self) -> list[Hashable]:
@@ -116,7 +119,7 @@ def _live_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
-    """The module inside of wrappers that training puts around it. Adapters are no such wrappers."""
+    """Returns the module inside the wrappers that training puts around it. Adapters are kept."""
     while True:
         inner: Any = engine_module(module)
         if isinstance(module, AROUND):
@@ -128,7 +131,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
-    """What the module was before FSDP gave it a class of its own."""
+    """Returns the module's class before FSDP replaced it by a subclass."""
     kind = type(module)
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)] if isinstance(module, FSDPModule) else kind
 

@@ -31,7 +31,7 @@ TIED = (
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Valid as long as `live` stays as it is."""
+    """What a module's checkpoint is made of. Valid for as long as `live` holds."""
 
     live: Live
     module: nn.Module
@@ -43,28 +43,30 @@ class Snapshot:
 
     @cached_property
     def makes(self) -> bool:
-        """Whether some tensors are not in the module's memory as they are saved, as itself or as a view."""
+        """Whether some checkpoint tensor is neither a live tensor nor a view of one."""
         return not all(map(self._stays, self.groups))
 
     def _stays(self, group: Group) -> bool:
-        """Whether a group's tensors are in live memory: views of what is not contiguous are views of a copy."""
+        """Whether a group's tensors are in live memory. Views of a tensor that is not contiguous
+        are taken of a copy."""
         parts, saved = group
         in_order = all(one.whole for one in saved) or all(self.state[name].is_contiguous() for name in parts)
         return in_order and not self.is_made(group)
 
     def is_one(self, group: Group) -> bool:
-        """Whether a group is one live tensor as it is."""
+        """Whether a group is one live tensor, unchanged."""
         parts, saved = group
         return len(saved) == 1 and saved[0].whole and parts[0] not in self.adapters
 
     def is_made(self, group: Group) -> bool:
-        """Whether something is computed for a group: the others are views of live memory."""
+        """Whether something is computed for a group. The tensors of other groups are views of live
+        memory."""
         parts, saved = group
         return any(one.view is None for one in saved) or not self.adapters.keys().isdisjoint(parts)
 
     @cached_property
     def of_made(self) -> list[torch.Tensor]:
-        """The live tensors of which something is computed."""
+        """The live tensors from which something is computed."""
         found: dict[int, torch.Tensor] = {}
         for name in (name for group in self.groups if self.is_made(group) for name in group[0]):
             layer = self.adapters[name][1] if name in self.adapters else None
@@ -73,7 +75,7 @@ class Snapshot:
         return list(found.values())
 
     def views(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
-        """The checkpoint tensors of a group for which nothing is computed."""
+        """Yields the checkpoint tensors of a group for which nothing is computed."""
         parts, saved = group
         if self.is_one(group):
             yield saved[0].meta.name, self.state[parts[0]].detach()
@@ -94,7 +96,7 @@ def take(root: nn.Module) -> Snapshot:
 def checkpoint(
     root: nn.Module, identity: Callable[[torch.Tensor], Hashable]
 ) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, tuple[str, Any]], list[Saved]]:
-    """What `save_pretrained` would write of `root` without wrappers and adapters.
+    """Works out what `save_pretrained` would write of `root` without wrappers and adapters.
 
     Returns the bare module, its state dict, the names in it whose values `merge` computes, each with its layer's path and the layer, and
     the checkpoint tensors. identity: equal for tied tensors.
@@ -116,8 +118,8 @@ def checkpoint(
 
 
 def _check_ties(same: dict[str, Hashable], adapters: dict[str, tuple[str, Any]]) -> None:
-    """Raises `SourceError` where an adapter changes one of two tied tensors and not the other: merged weights cannot say what the
-    trainer computes."""
+    """Raises `SourceError` where an adapter changes one of two tied tensors and not the other.
+    Merged weights cannot express that."""
     owners: dict[Hashable, tuple[str, int | None]] = {}
     for name, value in same.items():
         who = owner(adapters[name][1]) if name in adapters else None
@@ -131,7 +133,8 @@ def _check_ties(same: dict[str, Hashable], adapters: dict[str, tuple[str, Any]])
 
 
 class Values:
-    """Current values by name, adapters merged, parametrized weights computed. Holds one such layer at a time."""
+    """Returns current values by name, with adapters merged and parametrized weights computed. One
+    such layer is held at a time."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -155,7 +158,7 @@ class Values:
 
 
 def read(module: nn.Module, parts: dict[str, torch.Tensor], group: list[Saved]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint tensors of `group`, made of the live tensors `parts`."""
+    """Yields the checkpoint tensors of `group`, made of the live tensors `parts`."""
     if not all(saved.whole for saved in group):
         parts = {name: part.contiguous() for name, part in parts.items()}
     converted = convert(module, parts) if any(saved.view is None for saved in group) else {}

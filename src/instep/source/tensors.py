@@ -1,4 +1,5 @@
-"""One tensor of a trainer: may it travel, and is it the same memory as another?"""
+"""Facts about one tensor of a trainer: whether it can be sent, and whether it shares memory with
+another."""
 
 from __future__ import annotations
 
@@ -14,18 +15,19 @@ from instep.protocol import ITEM_BYTES, dtype_name
 
 
 def identity(tensor: torch.Tensor) -> Hashable:
-    """Equal for two tensors that are the same elements of the same memory: tied weights."""
+    """Returns a key that is equal for two tensors that are the same elements of the same memory:
+    tied weights."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """PyTorch's counters of in-place changes. Inference tensors have none, and much does not count: what is written through
-    `tensor.data` or a numpy view, and fused optimizers."""
+    """Returns PyTorch's counters of in-place changes. Inference tensors have none. Writes through
+    `tensor.data` or a NumPy view are not counted, nor are those of fused optimizers."""
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """64 bits of the bytes of each tensor, whatever device it is on."""
+    """Returns a 64-bit sum of the bytes of each tensor, on any device."""
     found: dict[int, int] = {}
     for device in {tensor.device for tensor in tensors}:
         here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
@@ -35,7 +37,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def check(name: str, tensor: torch.Tensor) -> None:
-    """Raises `SourceError` unless the tensor's memory holds its logical values in a dtype that may travel."""
+    """Raises `SourceError` unless the tensor's memory holds its logical values in a dtype that can
+    be sent."""
     reason = _refusal(tensor)
     if reason is not None:
         problem, next_step = reason

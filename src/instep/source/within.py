@@ -1,4 +1,5 @@
-"""What a source has inside that may be what an engine wants: a model in a wrapper of the user's, names that share a prefix."""
+"""Finds parts of a source that may be what an engine wants: a model inside the user's own wrapper,
+or names that share a prefix."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from instep.source.names import canonical
 
 DEPTH = 3
 SHARE = 8
-"""One of so many: a module that holds less of the source is not the model."""
+"""A module that holds less than 1/SHARE of the source is not taken for the model."""
 
 
 class Within(NamedTuple):
-    """what: in words. how: to push it, as a line of code. tensors: it has these."""
+    """A part of a source. what: its description. how: a line of code that pushes it. tensors: its
+    tensors."""
 
     what: str
     how: str
@@ -28,7 +30,7 @@ class Within(NamedTuple):
 
 
 def modules(root: nn.Module, metadata: Callable[[nn.Module], list[TensorMeta]]) -> Iterator[list[Within]]:
-    """Large modules inside of `root`, those that are as deep together, the outer ones first.
+    """Yields large modules inside of `root`, one list for each depth, the outer ones first.
 
     metadata: tells the checkpoint tensors of one.
     """
@@ -47,13 +49,14 @@ def modules(root: nn.Module, metadata: Callable[[nn.Module], list[TensorMeta]]) 
 
 
 def prefixed(tensors: Sequence[TensorMeta]) -> Iterator[list[Within]]:
-    """Tensors whose names share a prefix, without it. Shorter prefixes come first."""
+    """Yields tensors whose names share a prefix, named without it. Shorter prefixes come first."""
     for level in _below(tensors):
         yield [Within(f"the tensors below `{prefix}`, named without that", _pairs(prefix), found) for prefix, found in level.items()]
 
 
 def below(root: nn.Module, tensors: Sequence[TensorMeta]) -> Iterator[list[Within]]:
-    """As `modules`, of a root whose tensors are not to be asked for anew: those are told apart by their names."""
+    """Yields what `modules` does, but tells tensors apart by their names instead of asking each
+    module for its own."""
     paths = {canonical(path): path for path, _ in root.named_modules()}
     for level in _below(tensors):
         inner = {paths[prefix[:-1]]: found for prefix, found in level.items() if prefix[:-1] in paths}
@@ -65,7 +68,8 @@ def _inside(module: nn.Module, path: str, tensors: list[TensorMeta]) -> Within:
 
 
 def _below(tensors: Sequence[TensorMeta]) -> Iterator[dict[str, list[TensorMeta]]]:
-    """By the prefixes of their names that are as long, which end with a dot: the tensors that have one, without it."""
+    """Yields, for each depth, the tensors below each prefix that ends with a dot, named without the
+    prefix."""
     for depth in range(1, DEPTH + 1):
         starts = (meta.name.split(".") for meta in tensors)
         prefixes = Counter(".".join(parts[:depth]) + "." for parts in starts if len(parts) > depth)
