@@ -1,4 +1,4 @@
-"""Samples as a trainer takes them: tensors of one shape."""
+"""Makes tensors of one shape from samples, for a trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from instep.generation.types import GenerationResult, RequestId
 
 @dataclass(frozen=True)
 class Batch:
-    """B samples, padded on the right to the T tokens of the longest. Position t of each tensor speaks of token t.
+    """B samples, padded on the right to the T tokens of the longest. Position t of each tensor
+    is about token t.
 
     token_ids: int64 [B, T], prompt and response. attention_mask: bool [B, T], tokens that are not padding. position_ids: int64 [B, T].
     response_mask: bool [B, T], the tokens to train on. logprobs: float32 [B, T], the engine's, 0 where `response_mask` is false.
@@ -35,7 +36,7 @@ class Batch:
 
 
 def collate(results: Sequence[GenerationResult], pad_token_id: int, *, train_on_tool_output: bool = False) -> Batch:
-    """All samples of these results, one below the other.
+    """Makes a batch of all samples of these results, in order.
 
     train_on_tool_output: count the tools' tokens as response too. They have the log-probability 0.
     Raises `ConfigError` for no samples.

@@ -1,4 +1,4 @@
-"""Work in a thread of its own that is stopped when its time is over, for code of others that may take for ever."""
+"""Runs foreign code that may never end in a thread, and stops that thread when its time is over."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ ENDING = 2.0
 
 
 class Overtime(BaseException):
-    """Raised in the thread. No `except Exception` keeps it."""
+    """Stops the thread in which it is raised. No `except Exception` catches it."""
 
 
 async def in_time(call: Callable[[], T], seconds: float) -> T:
-    """What the call returns or raises. Raises `TimeoutError` after `seconds`, when the call has ended at its next step in Python.
+    """Returns or raises what the call does. Raises `TimeoutError` after `seconds`, when the call
+    has ended at its next step in Python.
 
     A call into C is not stopped before it returns: one that lets other threads work, such as a search of `regex`, is left behind after
     `ENDING` seconds more. One that does not, such as a search of `re`, stops this process meanwhile: nothing that reads a model's text
@@ -72,7 +73,7 @@ class _Work(Generic[T]):
             self.over.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def stop(self) -> bool:
-        """Whether it was still at work."""
+        """Stops the call. Returns whether it was still running."""
         with self.lock:
             if self.runs and self.thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(Overtime))

@@ -1,4 +1,4 @@
-"""How tokens are sampled: what rollouts work with by name, everything else handed to the engine as it is."""
+"""Sampling settings. Rollouts know some of them by name; all others go to the engine unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNANSWERED = {"prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_sta
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How the samples of a prompt are drawn. Other fields are those of `vllm.SamplingParams`.
+    """Sampling settings of a prompt. Fields not listed here are those of `vllm.SamplingParams`.
 
     n: samples of a prompt.
     max_tokens: tokens of a whole response: all turns, tool output included.
@@ -57,13 +57,14 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
     @property
     def shaped_by(self) -> tuple[str, ...]:
-        """Settings that may make the sampled distribution another one than softmax(logits / temperature), which a trainer computes."""
+        """Settings that may change the sampled distribution from softmax(logits / temperature),
+        which a trainer computes."""
         plain = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "min_tokens": (0,)}
         names = [name for name, values in plain.items() if getattr(self, name) not in values]
         return (*(["temperature"] if self.temperature == 0 else []), *names, *sorted(self.extra))
 
     def of_turn(self, sample: int, turn: int, *, max_tokens: int, generated: int, stop: tuple[str, ...]) -> Sampling:
-        """What one turn of one sample asks of the engine.
+        """Returns the settings for one turn of one sample.
 
         max_tokens: budget of the turn. generated: tokens that the model has generated so far. stop: the parser's stop strings.
         """
@@ -78,7 +79,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
         )
 
     def vllm_kwargs(self) -> dict[str, Any]:
-        """Arguments of `vllm.SamplingParams`: the chosen token's log-probability alone, and text only where stop strings are looked for."""
+        """Returns arguments of `vllm.SamplingParams`: only the chosen token's log-probability,
+        and text only if there are stop strings."""
         kwargs = structs.asdict(self)
         kwargs.pop("extra")
         kwargs.update(stop=list(self.stop), stop_token_ids=list(self.stop_token_ids))
@@ -87,7 +89,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
 
 def from_vllm(params: Any) -> Sampling:
-    """The same settings as a `vllm.SamplingParams`. Raises `ConfigError` for one that asks for what no sample has a place for."""
+    """Returns the settings of a `vllm.SamplingParams`. Raises `ConfigError` if it asks for what
+    a sample cannot hold."""
     plain = type(params)()
     names = [name for name in params.__struct_fields__ if not name.startswith("_") and name not in DELIVERY]
     unanswered = [name for name in names if name in UNANSWERED and getattr(params, name) is not None]

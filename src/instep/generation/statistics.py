@@ -1,4 +1,4 @@
-"""Numbers about results, for a log. Names are `section/name`; times are seconds."""
+"""Numbers about results, for a log. Names are `section/name`, times are seconds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class TokenStatistics(Struct, frozen=True):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that the model generated, by the time that it took, tools included."""
+        """Tokens that the model generated, divided by the result's whole time, tools included."""
         return (self.response_tokens - self.tool_tokens) / self.seconds if self.seconds > 0 else 0.0
 
 
 def token_statistics(result: GenerationResult) -> TokenStatistics:
-    """Samples of a prompt run side by side, so that the longest one's time is the result's."""
+    """Counts a result's tokens. Samples of a prompt run side by side, so the longest one's time
+    is the result's."""
     response = sum(len(sample.token_ids) for sample in result.samples)
     generated = sum(sum(sample.mask) for sample in result.samples)
     seconds = max((sample.seconds for sample in result.samples), default=0.0)
@@ -36,7 +37,8 @@ def token_statistics(result: GenerationResult) -> TokenStatistics:
 
 
 def lag(sample: Sample, history: Sequence[str]) -> int:
-    """How many versions the oldest token of a sample is behind the last one of `history`; 0 without tokens.
+    """Returns how many versions the oldest token of a sample is behind the last one of
+    `history`; 0 without tokens.
 
     history: versions in the order in which they were pushed. A version that is not among them is older than all.
     """
@@ -45,7 +47,8 @@ def lag(sample: Sample, history: Sequence[str]) -> int:
 
 
 def metrics(results: Sequence[GenerationResult]) -> dict[str, float]:
-    """Means over the samples of these results: lengths, ends, rewards, and for each tool how often it was called and how that went."""
+    """Returns means over the samples of these results: lengths, finish reasons, rewards, and for
+    each tool its calls, failures and seconds."""
     samples = [sample for result in results for sample in result.samples]
     if not samples:
         return {}

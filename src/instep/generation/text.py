@@ -1,4 +1,4 @@
-"""Text that nobody wrote: what models and tools say, as tokenizers, records and logs can take it."""
+"""Makes text of models and tools safe for tokenizers, records and logs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN = 10_000
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
+    """The methods that a tokenizer must have. Those of transformers have them."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
 
 def clean(text: str) -> str:
-    """The text, with U+FFFD in the place of each half of a surrogate pair that stands alone: no encoding has it."""
+    """Returns the text with each lone surrogate replaced by U+FFFD: no encoding takes one."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -38,7 +38,7 @@ def clean(text: str) -> str:
 
 
 def told(error: BaseException) -> str:
-    """What an error says, whatever it is."""
+    """Returns an error's type and text, even if its own `str` fails."""
     name = type(error).__name__
     try:
         said = clean(str(error))[:SHOWN]
@@ -48,7 +48,8 @@ def told(error: BaseException) -> str:
 
 
 def plain(value: Any, depth: int = DEPTH) -> Any:
-    """A JSON value with clean texts. Raises `ValueError` for what is nested deeper, and for numbers that JSON has not."""
+    """Returns a JSON value with clean texts. Raises `ValueError` for a value that is nested too
+    deep, and for a number that JSON does not have."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -61,7 +62,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
 
 
 class Encoder:
-    """Encodes text of strangers among text of our own, so that control tokens come of our own alone.
+    """Encodes foreign text within our own, so that control tokens come from our own text alone.
 
     Control tokens are those that the tokenizer calls special, and what was added to its vocabulary, such as `<tool_call>`, apart from
     words and white space.
@@ -75,15 +76,15 @@ class Encoder:
         """A text with thousands of control tokens has few different pieces."""
 
     def strange(self, text: str) -> str:
-        """A stranger's text, with a `MARK` in the midst of each name of a control token."""
+        """Returns a foreign text with a `MARK` inside each name of a control token."""
         return MARK.join(self._pieces(clean(text)))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that may hold marks."""
+        """Returns the tokens of a text, which may hold marks."""
         return [token for piece in clean(text).split(MARK) for token in self._encode(piece)]
 
     def _pieces(self, text: str) -> list[str]:
-        """Pieces of the text none of which has a control token."""
+        """Cuts the text into pieces that have no control tokens."""
         found = {token for token in self._encode(text) if self.controls(token)}
         if not found:
             return [text]
@@ -95,7 +96,7 @@ class Encoder:
         return [piece for start, end in pairwise(bounds) for piece in self._pieces(text[start:end])]
 
     def controls(self, token: int) -> bool:
-        """Whether it is a control token."""
+        """Whether a token is a control token."""
         if not self._all and token not in self._control:
             shown, hidden = (self.tokenizer.decode([token], skip_special_tokens=skip) for skip in (False, True))
             self._control[token] = shown != hidden
@@ -108,7 +109,8 @@ class Encoder:
 
 
 def _declared(tokenizer: Any) -> set[int]:
-    """Control tokens, where the tokenizer says which: not the token for what it does not know, unless that is another too."""
+    """Returns the control tokens that the tokenizer names. The unknown token is none, unless it
+    has another role too."""
     special = set(getattr(tokenizer, "all_special_ids", ()))
     names = ("eos_token_id", "bos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
     if (unknown := getattr(tokenizer, "unk_token_id", None)) not in {getattr(tokenizer, name, None) for name in names}:

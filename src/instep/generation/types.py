@@ -1,4 +1,4 @@
-"""The records of a rollout: what is asked, what the engine answers, and what is known of every sample afterwards.
+"""Records of a rollout: requests, an engine's answers, and samples.
 
 A sample is one record; nothing is kept in lists that must stay parallel across samples. Within a sample `token_ids`, `logprobs` and
 `mask` have one entry for each token of the response. All records are msgspec structs: they pickle, and `msgspec.json.encode` writes them.
@@ -31,7 +31,8 @@ excess: over the limit, not executed. unknown: this sample has no such tool. mal
 
 
 class PromptId(Struct, frozen=True, order=True):
-    """One prompt of one round. `round` tells an epoch's training prompts, or a step's evaluation, from the same prompts at another time."""
+    """One prompt of one round. `round` separates the same prompt of different epochs, or of
+    evaluations at different steps."""
 
     split: Split
     round: int
@@ -52,7 +53,8 @@ class RequestId(Struct, frozen=True, order=True):
 
 
 class Label(Struct, frozen=True):
-    """What a prompt's answers are verified against: the name of a verifier in `RewardConfig.verifiers`, and what that verifier takes."""
+    """The label that a prompt's answers are verified against: the name of a verifier in
+    `RewardConfig.verifiers`, and the value that the verifier takes."""
 
     verifier: str
     value: Any
@@ -60,7 +62,8 @@ class Label(Struct, frozen=True):
 
 
 class PromptRequest(Struct, frozen=True, kw_only=True):
-    """A prompt and everything that belongs to it. It comes back in the result, so that nothing is looked up by a position.
+    """A prompt with everything that belongs to it. The result holds the whole request, so that
+    nothing is looked up by a position.
 
     prompt_token_ids: the prompt as the trainer sees it, special tokens included.
     tools: names of the tools that its samples may call; None means all, () none.
@@ -91,7 +94,7 @@ class VersionSpan(Struct, frozen=True):
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """What an engine answers to one turn.
+    """An engine's answer to one turn.
 
     token_ids: what was sampled, end and stop tokens included.
     logprobs: of these tokens, natural logarithm, after temperature and whatever else shaped the distribution that was sampled from.
@@ -108,7 +111,8 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(Struct, frozen=True):
-    """A call that a parser found. `error` says why there are no arguments; the model is told."""
+    """A call that a parser found. `error` says why it has no arguments; the model is shown the
+    error."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -116,7 +120,8 @@ class ToolCall(Struct, frozen=True):
 
 
 class ToolRecord(Struct, frozen=True, kw_only=True):
-    """A tool call and what came of it. `turn` counts the model's turns from 0; `seconds` is the time that the tool took."""
+    """A tool call and its result. `turn` counts the model's turns from 0; `seconds` is the time
+    that the tool took."""
 
     tool: str
     turn: int
@@ -132,12 +137,12 @@ class ToolRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def observation(self) -> str:
-        """What the model is shown: the output, and the error if there was one."""
+        """The text that the model is shown: the output, and the error if there was one."""
         return "\n".join(part for part in (self.output, f"Error: {self.error}" if self.error else "") if part)
 
 
 class RewardPart(Struct, frozen=True):
-    """One verifier's word on a sample. `value` is 0 where `error` says that the verifier broke."""
+    """One verifier's score of a sample. `value` is 0 if `error` says that the verifier broke."""
 
     name: str
     value: float

@@ -1,1 +1,1 @@
-"""What actors take and hand over: prompts and results of ours or of Open Instruct's, and queues of them."""
+"""Prompts and results, ours or Open Instruct's, and the queues that carry them."""

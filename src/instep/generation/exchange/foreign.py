@@ -1,4 +1,5 @@
-"""The edge at which Open Instruct's prompts come in and its results go out. Inside, everything is of `types.py`.
+"""Converts Open Instruct's prompts to ours, and our results to Open Instruct's. All other
+modules use the records of `types.py`.
 
 A prompt is known by its attributes, whatever its class is called. Who sent one gets results of the classes that stand in the same module,
 and of those in `foreign_records.py` where there are none.
@@ -30,12 +31,13 @@ ANYWAY = {"logprobs"}
 
 
 def ends(item: Any) -> bool:
-    """Whether an item of a queue is a mark and no prompt: None, or a `ShutdownSentinel`."""
+    """Whether an item of a queue is an end mark and no prompt: None, or a `ShutdownSentinel`."""
     return item is None or type(item).__name__ == records.ShutdownSentinel.__name__
 
 
 def read(item: Any) -> PromptRequest:
-    """The prompt that an item is. Raises `ConfigError` for one that is none, or that asks for what no actor does."""
+    """Returns the item as a `PromptRequest`. Raises `ConfigError` for an item that is no prompt,
+    or that asks for what no actor does."""
     if isinstance(item, PromptRequest):
         return checked(item)
     if missing := [name for name in ("prompt", "generation_config", "prompt_id") if not hasattr(item, name)]:
@@ -57,7 +59,8 @@ def read(item: Any) -> PromptRequest:
 
 
 def give(result: GenerationResult) -> Any:
-    """The result in the form that the prompt's sender has: the same object where the prompt was one of ours."""
+    """Returns the result in the form of the prompt's sender. For one of our own prompts, it is
+    returned unchanged."""
     item = result.request.metadata.get(SENT_AS)
     if item is None:
         return result
@@ -87,7 +90,8 @@ def give(result: GenerationResult) -> Any:
 
 
 def refused(item: Any, why: str, *, rewarded: bool) -> Any:
-    """What is answered to a prompt that cannot be: a result whose samples have the finish reason `error`, in the form of its sender."""
+    """Makes the answer to a prompt that cannot be answered: a result whose samples have the
+    finish reason `error`, in the form of its sender."""
     reward = Reward(0.0, [], why) if rewarded else None
     try:
         request = read(item)
@@ -106,19 +110,19 @@ def refused(item: Any, why: str, *, rewarded: bool) -> Any:
 
 
 def goes_to(item: Any) -> str:
-    """The split of whatever was in a queue."""
+    """Returns the split of an item, whatever the item is."""
     if isinstance(item, PromptRequest):
         return "eval" if getattr(item.id, "split", None) == "eval" else "train"
     return "eval" if getattr(item, "is_eval", False) is True else "train"
 
 
 def sent_as(request: Any) -> Any:
-    """What was put into the queue."""
+    """Returns the object that was put into the queue."""
     return request.metadata.get(SENT_AS, request) if isinstance(request, PromptRequest) else request
 
 
 def request_info(samples: Sequence[Sample], item: Any = None) -> Any:
-    """What samples did with tools, in the form of whoever sent `item`."""
+    """Returns what samples did with tools, in the form of the sender of `item`."""
     ran = [[record for record in sample.tools if record.outcome not in ("excess", "unknown", "malformed")] for sample in samples]
     return _made(
         item, "RequestInfo",
@@ -161,7 +165,8 @@ def _own(request: PromptRequest) -> PromptRequest:
 
 
 def _made(item: Any, name: str, **values: Any) -> Any:
-    """A record of that name as the sender of `item` has it. What its class has no field for becomes an attribute."""
+    """Makes a record of that name, of the class that the sender of `item` uses. Values for which
+    the class has no field become attributes."""
     kind = getattr(sys.modules.get(type(item).__module__), name, None)
     if not (isinstance(kind, type) and is_dataclass(kind)):
         kind = getattr(records, name)

@@ -1,4 +1,5 @@
-"""Which prompt is with whom, so that each comes out as one result although actors die on the way.
+"""Keeps which actor has which prompt, so that each prompt comes out as one result even if actors
+die.
 
     put ──▶ waiting ──take──▶ taken ──hand_over──▶ results ──get──▶
                ▲                │
@@ -25,7 +26,8 @@ ATTEMPTS = 3
 
 
 class LedgerSizes(Struct, frozen=True):
-    """waiting: prompts for an actor. taken: those with one. results, eval_results: for the trainer. reissued: prompts taken back so far."""
+    """Sizes of a ledger. waiting: prompts for an actor. taken: prompts with an actor. results,
+    eval_results: for the trainer. reissued: prompts taken back so far."""
 
     waiting: int
     taken: int
@@ -42,7 +44,8 @@ class Entry:
 
 
 class Ledger:
-    """max_prompts, max_results: that may wait, 0 for no limit. Results of the evaluation have none."""
+    """Prompts and results on their way. max_prompts, max_results: how many may wait, 0 for no
+    limit. Results of the evaluation have no limit."""
 
     def __init__(self, max_prompts: int = 0, max_results: int = 0) -> None:
         self.max_prompts, self.max_results = max_prompts, max_results
@@ -55,7 +58,8 @@ class Ledger:
         self._changed = asyncio.Condition()
 
     async def put(self, request: PromptRequest, within: float | None = None) -> bool:
-        """False where there was no room within so many seconds; None waits for ever.
+        """Adds a prompt. Returns False if there was no room within so many seconds; with None it
+        waits for ever.
 
         Raises `ConfigError` for a prompt that is on its way already.
         """
@@ -70,7 +74,7 @@ class Ledger:
             return True
 
     async def take(self, taker: str, within: float | None = None) -> PromptRequest | None:
-        """The next prompt, which is `taker`'s from now on."""
+        """Returns the next prompt, which belongs to `taker` from now on."""
         async with self._changed:
             if not await self._until(lambda: bool(self.waiting), within):
                 return None
@@ -81,7 +85,8 @@ class Ledger:
             return entry.request
 
     async def hand_over(self, result: GenerationResult, within: float | None = None) -> bool:
-        """A prompt's first result is the one that counts: a taker that was given up may still be at work.
+        """Adds a result. Only a prompt's first result counts: a taker that was given up may
+        still be at work.
 
         False where there was no room for it within so many seconds.
         """
@@ -100,7 +105,7 @@ class Ledger:
             return True
 
     async def get(self, split: Split, within: float | None = None) -> GenerationResult | None:
-        """The next result.
+        """Returns the next result.
 
         Raises `GenerationError` where there is none and a prompt was given up, as its result would be waited for in vain.
         """
@@ -118,7 +123,7 @@ class Ledger:
             return result
 
     async def lost(self, taker: str) -> list[PromptId]:
-        """Its prompts go to others, before all that wait. Returns them."""
+        """Gives this taker's prompts back, before all that wait. Returns their ids."""
         async with self._changed:
             mine = [id for id, entry in self.entries.items() if entry.taker == taker]
             for id in reversed(mine):

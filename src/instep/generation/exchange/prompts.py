@@ -1,4 +1,4 @@
-"""Whether a prompt is one: a record says what its fields are, and nothing but this looks."""
+"""Checks prompts: a record declares the types of its fields, and only this module checks them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SAMPLES = 1 << 16
 
 
 def checked(request: PromptRequest) -> PromptRequest:
-    """The request; its token ids as a list of Python's integers. Raises `ConfigError` that names the field that is none of its type."""
+    """Returns the request, its token ids as a list of Python integers. Raises `ConfigError` that
+    names a field of a wrong type."""
     name = clean(str(request.id))
     try:
         if set(map(type, request.prompt_token_ids)) != {int}:

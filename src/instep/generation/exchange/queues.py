@@ -1,4 +1,5 @@
-"""Queues between actors and a trainer, used from an event loop that they must never block. `queue.Queue` and Ray's queues fit alike."""
+"""Uses queues between actors and a trainer from an event loop without blocking that loop.
+`queue.Queue` and Ray's queues both fit."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ PATIENCE = 0.25
 
 
 class Queue(Protocol):
-    """`queue.Queue`, `ray.util.queue.Queue`: they raise `queue.Empty` and `queue.Full`."""
+    """The methods of `queue.Queue` and `ray.util.queue.Queue`. They raise `queue.Empty` and
+    `queue.Full`."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any: ...
 
@@ -22,7 +24,8 @@ class Queue(Protocol):
 
 
 class Port:
-    """One end of a queue. What would block waits in a thread of its own, so that a queue which is full keeps nothing else waiting."""
+    """One end of a queue. Blocking calls wait in a thread of their own, so that a full queue
+    blocks nothing else."""
 
     def __init__(self, queue: Queue, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"instep-{name}")
@@ -30,14 +33,15 @@ class Port:
         self._turn = asyncio.Lock()
 
     async def get(self) -> Any:
-        """The next item; None where there is none yet."""
+        """Returns the next item, or None if there is none yet."""
         try:
             return await _to_its_end(self._get(True, PATIENCE))
         except queue.Empty:
             return None
 
     async def put(self, item: Any, unless: Callable[[], bool]) -> bool:
-        """Waits as long as the queue is full. Items come out in the order in which they were put.
+        """Puts an item, and waits as long as the queue is full. Items come out in the order in
+        which they were put.
 
         unless: asked before each attempt; where it says so, the item is not put, and False comes back.
         """
@@ -49,7 +53,8 @@ class Port:
             return False
 
     def _attempt(self, queue: Queue, method: str) -> Callable[..., Awaitable[Any]]:
-        """Ray's queues have methods for asyncio, and Ray wants them used in an actor of async methods."""
+        """Returns a queue's method as one for asyncio. Ray's queues have such methods, which
+        actors with async methods must use."""
         for_asyncio: Callable[..., Awaitable[Any]] | None = getattr(queue, f"{method}_async", None)
         if for_asyncio is not None:
             return for_asyncio
@@ -60,7 +65,8 @@ class Port:
 
 
 async def _to_its_end(attempt: Awaitable[Any]) -> Any:
-    """Its result, also where the caller is cancelled: what is in the queue then was handed over, and must not be given to another too."""
+    """Returns the attempt's result, even if the caller is cancelled meanwhile. An item that has
+    reached the queue was handed over, and must not go to another too."""
     trying = asyncio.ensure_future(attempt)
     try:
         return await asyncio.shield(trying)
@@ -72,7 +78,7 @@ async def _to_its_end(attempt: Awaitable[Any]) -> Any:
 
 
 class Places:
-    """A number of places, given out in the order in which they were asked for."""
+    """A number of places, given out in the order of the requests."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -82,7 +88,8 @@ class Places:
 
     @asynccontextmanager
     async def taken(self, count: int) -> AsyncIterator[None]:
-        """Takes `count` places for a while. Who asks for more than there are gets all of them."""
+        """Holds `count` places while it lasts. A request for more than there are gets all of
+        them."""
         count = min(count, self.limit)
         await self.room(count)
         self.used += count
@@ -93,7 +100,7 @@ class Places:
             self._freed.set()
 
     async def room(self, count: int = 1) -> None:
-        """Waits until so many are free, and nobody waits who came before."""
+        """Waits until so many places are free and every earlier request has its places."""
         async with self._turn:
             while self.used + count > self.limit:
                 self._freed.clear()

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class SamplingConfig:
-    """How a prompt is sampled. max_tokens: of a whole response."""
+    """Sampling settings of a prompt. max_tokens: of a whole response."""
 
     temperature: float = 0.7
     top_p: float = 1.0
@@ -24,7 +24,8 @@ class SamplingConfig:
 
 @dataclass
 class PromptRequest:
-    """prompt: token ids. generation_config: a `SamplingConfig`, or vLLM's `SamplingParams`; None for its defaults.
+    """A prompt. prompt: token ids. generation_config: a `SamplingConfig`, or vLLM's
+    `SamplingParams`; None for the defaults.
 
     index: the row of the dataset. active_tools: names of the tools that it may call; None means all.
     """
@@ -48,7 +49,8 @@ class ToolCallStats:
 
 @dataclass
 class RequestInfo:
-    """What samples did with tools, an entry for each sample. excess_tool_calls: by tool, calls over the limit."""
+    """What samples did with tools, one entry for each sample. excess_tool_calls: for each tool,
+    the calls over the limit."""
 
     num_calls: list[int] = field(default_factory=list)
     timeouts: list[int] = field(default_factory=list)
@@ -62,7 +64,7 @@ class RequestInfo:
 
 @dataclass
 class TokenStatistics:
-    """generation_time: seconds."""
+    """Token counts of one result. generation_time: seconds."""
 
     num_prompt_tokens: int
     num_response_tokens: int
@@ -95,4 +97,4 @@ class GenerationResult:
 
 
 class ShutdownSentinel:
-    """In a queue: nothing more comes."""
+    """Marks the end of a queue: nothing more comes."""

@@ -1,4 +1,4 @@
-"""An actor in a Ray actor. Its calls do not wait for each other."""
+"""An `LLMActor` as a Ray actor. Its calls run concurrently."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ UNSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 def see_own_gpus(environment: MutableMapping[str, str], gpu_ids: Sequence[Any], *, always: bool = False) -> None:
-    """Where Ray was told not to, restricts this process, and the workers that it starts, to the GPUs that Ray gave it."""
+    """Restricts this process, and the workers that it starts, to the GPUs that Ray gave it, if
+    Ray was told not to do so itself (see `UNSET`) or `always` is set."""
     if (always or environment.get(UNSET, "0") not in ("", "0")) and gpu_ids:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
 
 
 def see_bundles(environment: MutableMapping[str, str], indices: Sequence[int] | None, gpus: float) -> None:
-    """Tells vLLM's Ray executor which bundles its workers have, and what part of a GPU each."""
+    """Tells vLLM's Ray executor the bundles of its workers, and each worker's share of a GPU."""
     if indices is not None:
         environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, indices))
         environment["VLLM_RAY_PER_WORKER_GPUS"] = str(gpus)
 
 
 def grouped(kind: type) -> type:
-    """The class, with a concurrency group for `generate` and one for what a trainer asks: neither waits for the other's calls.
+    """Returns the class with two concurrency groups, one for `generate` and one for a trainer's
+    calls: neither waits for the other.
 
     Not of the class itself: `ray.remote` takes methods of groups only together with `concurrency_groups`.
     """
@@ -64,7 +66,8 @@ def _in_group(name: str, method: Callable[..., Awaitable[Any]]) -> Any:
 
 
 class LLMRayActor:
-    """An `LLMActor` in a Ray actor; one that Ray has restarted takes no prompt before it has the weights.
+    """An `LLMActor` in a Ray actor. After a restart by Ray it takes no prompt before it has the
+    weights.
 
         actor = ray.remote(LLMRayActor).options(num_gpus=1).remote("model", prompt_queue=prompts, results_queue=results, max_model_len=4096)
 
@@ -126,7 +129,8 @@ class LLMRayActor:
         return f"LLMRayActor({self.name})"
 
     async def until_over(self, worker: str) -> None:
-        """Returns when this actor is not, or no longer, at work in that worker process: restarted, failed or stopped."""
+        """Returns when this actor does not work in that worker process any more: it was
+        restarted, has failed or was stopped."""
         while worker == ray.get_runtime_context().get_worker_id() and self.actor.works():  # noqa: ASYNC110
             await asyncio.sleep(BEAT)
 

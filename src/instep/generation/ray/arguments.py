@@ -1,4 +1,5 @@
-"""Open Instruct's arguments of an actor, as those of an `LLMActor`. What cannot be honoured is refused here, before anything starts."""
+"""Converts Open Instruct's arguments of an actor to those of an `LLMActor`. Arguments that
+cannot be honoured are refused here, before anything starts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def actor_options(
     eval_dataset: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Options of an `LLMActor`. options: those that it has itself.
+    """Returns the options of an `LLMActor`. options: those that are passed on as they are.
 
     Raises `ConfigError` for what it has not, and for arguments that do not go together.
     """
@@ -55,7 +56,8 @@ def actor_options(
 
 
 def engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's engine, with the worker extension that takes Open Instruct's updates where nothing else is asked for."""
+    """Returns arguments of vLLM's engine. They name the worker extension that takes Open
+    Instruct's updates, unless another way was chosen."""
     if arguments.get("weight_transfer_config") is not None:
         return arguments
     return {"worker_extension_cls": WRAP, **arguments}

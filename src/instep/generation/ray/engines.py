@@ -70,7 +70,8 @@ def create_vllm_engines(
     timeout: float = 1200.0,
     **options: Any,
 ) -> list[Any]:
-    """Handles of `num_engines` actors that are ready, each with an engine of its own.
+    """Starts `num_engines` actors, each with an engine of its own. Returns their handles when
+    all are ready.
 
     seed: engine i has seed + i. vllm_dtype: of the engine's weights, the checkpoint's if None. engine_args: further arguments of
         `vllm.AsyncEngineArgs`. environment: variables of the actors' processes.

@@ -1,4 +1,5 @@
-"""What Ray's dashboard and Prometheus show of actors and queues. Ray adds the prefix `ray_`, and to counters `_total`.
+"""Metrics of actors and queues in Ray's dashboard and Prometheus. Ray adds the prefix `ray_`,
+and `_total` to counters.
 
 A rate over `instep_tokens` is tokens per second. Each actor's numbers are tagged with its name.
 """

@@ -1,4 +1,5 @@
-"""Where engines go in a cluster. Pure functions over numbers; `ray.py` asks Ray for what comes out."""
+"""Places engines in a cluster. Pure functions over numbers; `engines.py` asks Ray for the
+result."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SHARE = 0.5
 
 @dataclass(frozen=True)
 class Place:
-    """What one engine's actor asks for. bundle: of the placement group; None where there is none."""
+    """The resources of one engine's actor. bundle: its index in the placement group; None
+    without one."""
 
     cpus: float
     gpus: float
@@ -21,12 +23,14 @@ class Place:
 
 
 def bundles(num_engines: int, workers: int) -> list[dict[str, float]]:
-    """One for each engine. A bundle is on one node, so that an engine never spreads over nodes."""
+    """Returns one bundle for each engine. A bundle is on one node, so that no engine spreads
+    over nodes."""
     return [{"GPU": float(workers), "CPU": float(workers)} for _ in range(num_engines)]
 
 
 def node_order(nodes: Mapping[int, str]) -> list[int]:
-    """Bundles by their node, in the order in which nodes first appear: neighbours among engines are neighbours in the cluster.
+    """Sorts bundles by node, in the order in which nodes first appear, so that neighbouring
+    engines are on one node.
 
     nodes: the node of each bundle.
     """
@@ -37,7 +41,7 @@ def node_order(nodes: Mapping[int, str]) -> list[int]:
 
 
 def places(num_engines: int, workers: int, nodes: Mapping[int, str] | None, *, shared: bool, gpus: float | None = None) -> list[Place]:
-    """One for each engine.
+    """Returns one place for each engine.
 
     nodes: of the placement group's bundles; None where the cluster has no GPU: then engines run on CPUs, one for each worker.
     shared: the group is a trainer's, of which an engine takes `gpus` of a GPU, half if None, and no CPU.

@@ -1,4 +1,5 @@
-"""Queues between a trainer and a fleet of Ray actors that lose no prompt: what an actor had when it died goes to another.
+"""Queues between a trainer and a fleet of Ray actors that lose no prompt: the prompts of an
+actor that died go to others.
 
     queues = RolloutQueues()
     engines = create_vllm_engines(2, ..., prompt_queue=queues.prompts, results_queue=queues.results, eval_results_queue=queues.eval_results)
@@ -30,7 +31,8 @@ T = TypeVar("T")
 
 
 class RolloutQueues:
-    """Queues of a fleet on Ray: each prompt that was put comes out as one result, also when its actor dies.
+    """Queues of a fleet on Ray. Each prompt that was put comes out as one result, even if its
+    actor dies.
 
     max_prompts, max_results: how many may wait, 0 for no limit. While results are full, actors take no
         prompts. Results of the evaluation have no limit.
@@ -60,7 +62,8 @@ class RayLedger(Ledger):
         return f"RolloutQueues({len(self.waiting)} prompts, {len(self.results['train'])} results)"
 
     async def take_for(self, taker: str, handle: Any, within: float | None) -> PromptRequest | None:
-        """handle: of the Ray actor that `taker` is, None where it is none. One without `until_over` is not watched."""
+        """Takes the next prompt. handle: of the taker's Ray actor, or None. An actor without
+        `until_over` is not watched."""
         self._telling = self._telling or asyncio.ensure_future(self._tell())
         request = await self.take(taker, within)
         if request is not None and hasattr(handle, "until_over") and taker not in self._watches:
@@ -83,13 +86,14 @@ class RayLedger(Ledger):
 
 
 class PromptQueue:
-    """The trainer puts, actors get."""
+    """The queue of prompts: the trainer puts, actors get."""
 
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Raises `queue.Full` where there is no room within `timeout` seconds, `ConfigError` for a prompt that is on its way already."""
+        """Puts a prompt. Raises `queue.Full` if there is no room within `timeout` seconds,
+        `ConfigError` for a prompt that is on its way already."""
         if not _answer(self._ledger.put.remote(read(item), timeout if block else 0.0)):
             raise queue.Full
 
@@ -98,7 +102,8 @@ class PromptQueue:
             raise queue.Full
 
     def get(self, block: bool = True, timeout: float | None = None) -> PromptRequest:
-        """Raises `queue.Empty` where there is none within `timeout` seconds. It is the caller's until the caller hands its result over."""
+        """Returns the next prompt, which belongs to the caller until its result is handed over.
+        Raises `queue.Empty` if there is none within `timeout` seconds."""
         found: PromptRequest | None = _answer(self._ledger.take_for.remote(*_me(), timeout if block else 0.0))
         return _there(found)
 
@@ -108,13 +113,14 @@ class PromptQueue:
 
 
 class ResultQueue:
-    """Actors put, the trainer gets."""
+    """A queue of results: actors put, the trainer gets."""
 
     def __init__(self, ledger: Any, split: Split) -> None:
         self._ledger, self._split = ledger, split
 
     def put(self, item: GenerationResult, block: bool = True, timeout: float | None = None) -> None:
-        """Raises `queue.Full` where there is no room within `timeout` seconds. A second result of a prompt is dropped."""
+        """Puts a result. Raises `queue.Full` if there is no room within `timeout` seconds. A
+        second result of a prompt is dropped."""
         if not _answer(self._ledger.hand_over.remote(item, timeout if block else 0.0)):
             raise queue.Full
 
@@ -123,7 +129,8 @@ class ResultQueue:
             raise queue.Full
 
     def get(self, block: bool = True, timeout: float | None = None) -> GenerationResult:
-        """Raises `queue.Empty` where there is none within `timeout` seconds, `GenerationError` where a prompt was given up."""
+        """Returns the next result. Raises `queue.Empty` if there is none within `timeout`
+        seconds, `GenerationError` if a prompt was given up."""
         found: GenerationResult | None = _answer(self._ledger.get.remote(self._split, timeout if block else 0.0))
         return _there(found)
 
@@ -133,7 +140,7 @@ class ResultQueue:
 
 
 def _me() -> tuple[str, Any]:
-    """This process, and the actor that it is."""
+    """Returns the id of this worker process, and the handle of its actor or None."""
     context = ray.get_runtime_context()
     return context.get_worker_id(), context.current_actor if context.get_actor_id() else None
 
@@ -159,5 +166,5 @@ async def _answered(reference: Awaitable[Any]) -> Any:
 
 
 def _own(error: Any) -> Exception:
-    """What the ledger raised, where that is an error of instep's."""
+    """Returns the ledger's own error if it is one of instep's, else Ray's."""
     return error.cause if isinstance(error.cause, InstepError) else error

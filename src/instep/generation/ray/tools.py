@@ -1,4 +1,5 @@
-"""Open Instruct's tools and parsers: Ray actors with `safe_execute`, and the names of formats in which models call them."""
+"""Open Instruct's tools and parsers: Ray actors with `safe_execute`, and parsers by the names of
+their formats."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ OF_VLLM = "vllm_"
 
 @dataclass(frozen=True)
 class ToolActor:
-    """A Ray actor with `safe_execute` as a tool. stops: strings that end a model's turn because a call ends with them."""
+    """A tool that calls a Ray actor's `safe_execute`. stops: strings that end a model's turn
+    because a call ends with them."""
 
     handle: Any
     definition: ToolDefinition
@@ -49,7 +51,7 @@ class ToolActor:
 
 
 def connect(tool_actors: Sequence[Any] | None) -> list[Any]:
-    """Handles of Ray actors as tools. Those with `describe` and `execute` stay as they are.
+    """Makes tools of Ray actors' handles. Handles with `describe` and `execute` stay as they are.
 
     Raises `ConfigError` for one that is no tool, or that does not say within a minute what it is.
     """
@@ -57,7 +59,8 @@ def connect(tool_actors: Sequence[Any] | None) -> list[Any]:
 
 
 def parser(kind: str, tools: Sequence[Any]) -> Callable[[Tokenizer], ToolParser] | None:
-    """What makes the parser of that name, given a tokenizer; None where there are no tools.
+    """Returns a function that makes the parser of that name for a tokenizer; None if there are
+    no tools.
 
     Raises `ConfigError` for a name that nobody has, and for tools that do not go with it.
     """

@@ -1,4 +1,4 @@
-"""What a sample is worth: verifiers, weighed and added."""
+"""Scores samples: verifiers, weighted and added up."""
 
 from instep.generation.rewards.config import RewardConfig, RewardFunction
 from instep.generation.rewards.dataset import DatasetRewards

@@ -1,4 +1,5 @@
-"""What a sample is worth: verifiers by name, weighed and added, in one number and the parts that it is made of."""
+"""Scores samples with named verifiers. Their scores are weighted and added up to one number, and
+kept as its parts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ BESIDE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How samples are scored. `build` makes a function of it.
+    """Settings for scoring samples. `build` makes a function of them.
 
     A score is the sum of what its verifiers give, each times its label's weight, times `verification_reward`. Then:
 
@@ -70,7 +71,8 @@ class RewardConfig:
             raise ConfigError(f"prompt {request.id}: there is no verifier {', '.join(missing)}; there are {known}")
 
     def build(self, tokenizer: Tokenizer) -> RewardFunction:
-        """A function that gives a result's samples their rewards. It never raises because of a verifier."""
+        """Makes a function that gives a result's samples their rewards. It never raises because
+        of a verifier."""
 
         async def reward(result: GenerationResult) -> GenerationResult:
             rewards = await asyncio.gather(*(self._reward_or_error(result.request, sample, tokenizer) for sample in result.samples))
@@ -119,7 +121,7 @@ class RewardConfig:
         return Reward(score, parts)
 
     async def _ask(self, label: Label, answer: Answer, verifier: Verifier | None = None) -> RewardPart:
-        """A verifier's word, or why there is none."""
+        """Returns a verifier's score, or the reason why there is none."""
         verifier = verifier or self.verifiers.get(label.verifier)
         if verifier is None:
             return RewardPart(label.verifier, 0.0, label.weight, "there is no such verifier")
@@ -136,7 +138,7 @@ class RewardConfig:
 
 
 def _part(name: str, value: Any, weight: float) -> RewardPart:
-    """With an error for what is no finite number."""
+    """Makes a reward part. A value that is no finite number becomes an error."""
     if isinstance(value, str | bytes):
         return RewardPart(name, 0.0, weight, f"the score is a {type(value).__name__}")
     value = float(value)
@@ -144,11 +146,11 @@ def _part(name: str, value: Any, weight: float) -> RewardPart:
 
 
 def own_text(sample: Sample, tokenizer: Tokenizer) -> str:
-    """What the model itself said in all its turns, without special tokens."""
+    """Returns the text that the model itself generated in all its turns, without special tokens."""
     own = [token for token, mine in zip(sample.token_ids, sample.mask, strict=True) if mine]
     return tokenizer.decode(own, skip_special_tokens=True)
 
 
 def tools_succeeded(sample: Sample) -> bool:
-    """Whether tools were called, and each call was answered with something."""
+    """Whether at least one tool was called, and every call succeeded with some output."""
     return bool(sample.tools) and all(record.outcome == "ok" and record.output for record in sample.tools)

@@ -1,4 +1,4 @@
-"""Rewards of prompts that name a row of a dataset: the row says what an answer is verified against."""
+"""Scores prompts that name a row of a dataset. The row says what an answer is verified against."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ INDEX, TRUTH, SOURCE, QUERY = "index", "ground_truth", "dataset", "prompt"
 
 
 class DatasetRewards:
-    """In the place of a `RewardConfig`. config: one of ours, or Open Instruct's, whose `build()` makes a function that scores a prompt's
-    samples together.
+    """Takes the place of a `RewardConfig`. config: one of ours, or Open Instruct's, whose
+    `build()` makes a function that scores a prompt's samples together.
 
     Raises `ConfigError` where the datasets lack a column, or the config needs one that is not there.
     """
@@ -92,7 +92,7 @@ class DatasetRewards:
 
 
 def _reward(score: Any) -> Reward:
-    """With an error for what is no finite number."""
+    """Makes a reward. A score that is no finite number becomes an error."""
     try:
         number = math.nan if isinstance(score, str | bytes) else float(score)
     except Exception:
@@ -101,7 +101,7 @@ def _reward(score: Any) -> Reward:
 
 
 def _places(dataset: Any, name: str) -> dict[Any, int]:
-    """The positions of rows by their index."""
+    """Returns the positions of rows by their index."""
     columns = getattr(dataset, "column_names", None)
     if columns is None and len(dataset):
         columns = list(dataset[0])
@@ -112,7 +112,7 @@ def _places(dataset: Any, name: str) -> dict[Any, int]:
 
 
 def _labelled(request: PromptRequest, row: Mapping[str, Any] | None) -> PromptRequest:
-    """With what its row says. Labels that it has already stay."""
+    """Returns the request with the labels of its row. A request that has labels keeps them."""
     if row is None or request.labels:
         return request
     several = isinstance(row[SOURCE], list | tuple)

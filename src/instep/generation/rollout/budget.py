@@ -1,4 +1,5 @@
-"""How much a sample may still say, and what becomes of tool output that does not fit. Pure functions over counts and token ids."""
+"""Budgets of a sample: how many tokens it may still have, and how tool output is cut. Pure
+functions over counts and token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from instep.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds a sample, beside `Sampling.max_tokens`.
+    """Bounds of a sample beside `Sampling.max_tokens`.
 
     max_model_len: tokens of the context: prompt and response together.
     max_turn_tokens: tokens that the model may generate in one turn.
@@ -43,21 +44,22 @@ class Limits:
 
 
 def room(limits: Limits, max_tokens: int, prompt: int, response: int) -> int:
-    """Tokens that still fit behind `prompt + response` tokens, into the response's budget and into the context. Never negative."""
+    """Returns how many tokens still fit after `prompt + response` tokens, into the response's
+    budget and the context. Never negative."""
     return max(0, min(max_tokens - response, limits.max_model_len - prompt - response))
 
 
 def turn_tokens(limits: Limits, room: int) -> int:
-    """Tokens that the model may generate in its next turn."""
+    """Returns how many tokens the model may generate in its next turn."""
     return room if limits.max_turn_tokens is None else min(room, limits.max_turn_tokens)
 
 
 def truncate(token_ids: Sequence[int], room: int) -> tuple[list[int], int]:
-    """The first `room` tokens, and how many were cut."""
+    """Returns the first `room` tokens, and how many were cut."""
     kept = list(token_ids[:room])
     return kept, len(token_ids) - len(kept)
 
 
 def shorten(text: str, chars: int) -> str:
-    """The beginning of `text` and a note of how much was left out, where it is longer than `chars`."""
+    """Returns `text`, or its first `chars` characters and a note of how many were left out."""
     return text if len(text) <= chars else f"{text[:chars]}\n... ({len(text) - chars} more characters left out)"

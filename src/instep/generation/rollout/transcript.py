@@ -1,4 +1,5 @@
-"""What a sample has said so far: the model's tokens and the tools', side by side, with what is known of each."""
+"""The tokens of a sample so far, the model's and the tools', with log-probabilities, mask and
+versions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ ROUNDING = 1e-3
 
 
 class Transcript:
-    """Grows by whole turns. Invariant: the three lists have one length, and the spans partition the tokens whose mask is 1."""
+    """A sample's tokens. It grows by whole turns. Invariant: the three lists have the same
+    length, and the spans partition the tokens whose mask is 1."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -26,7 +28,7 @@ class Transcript:
 
     @property
     def generated(self) -> int:
-        """Tokens that the model has generated."""
+        """How many tokens the model has generated."""
         return sum(self.mask)
 
     def add_turn(self, completion: Completion) -> None:
@@ -54,7 +56,8 @@ class Transcript:
 
 
 def check(completion: Completion, budget: int, id: RequestId, turn: int) -> None:
-    """Raises `GenerationError` where an engine's answer cannot be trained on: it is never repaired."""
+    """Raises `GenerationError` for an engine's answer that cannot be trained on. Such an answer
+    is never repaired."""
     tokens = len(completion.token_ids)
     if wrong := _fault(completion, tokens, budget):
         raise GenerationError(f"sample {id}, turn {turn}: the engine's answer of {tokens} tokens {wrong}")

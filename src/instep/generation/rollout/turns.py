@@ -1,4 +1,4 @@
-"""The turn loop: a prompt becomes samples, in turns of the model and of its tools. A pure function of what a client answers.
+"""The turn loop: a prompt becomes samples, in turns of the model and of its tools.
 
 Token ids are the truth. What the engine sampled is appended as it is, and never tokenised again; text is decoded from it, to look for tool
 calls. Tool output is tokenised once and marked with the mask.
@@ -47,25 +47,27 @@ GRACE = 10.0
 
 
 class Client(Protocol):
-    """An engine, as a rollout sees it.
+    """The engine's interface to a rollout.
 
     Whatever keeps a rollout waiting belongs in here: a weight update that drains the engine holds back the next `complete`, and need not
     wait for a sample whose tool is at work.
     """
 
     async def complete(self, prompt_token_ids: Sequence[int], sampling: Sampling, id: RequestId, turn: int) -> Completion:
-        """Samples one turn. What it raises ends the prompt, all samples of it. Cancelled, it stops the engine working on it.
+        """Samples one turn. An error raised here ends all samples of the prompt. Cancelling the
+        call stops the engine's work on it.
 
         `id` and `turn` name the request. `id.prompt` is what samples of one prompt have in common, should a cache need a salt.
         """
 
     async def abort(self, id: RequestId) -> None:
-        """Makes a `complete` that is under way answer with what it has, finish reason `abort`."""
+        """Makes a `complete` that is under way answer with the tokens that it has, finish reason
+        `abort`."""
 
 
 @dataclass(frozen=True)
 class Harness:
-    """What rollouts of one actor share. Without a parser no tool is ever called."""
+    """Settings that all rollouts of one actor share. Without a parser no tool is called."""
 
     tokenizer: Tokenizer
     limits: Limits
@@ -82,7 +84,8 @@ class Harness:
 
 
 async def answer(request: PromptRequest, client: Client, harness: Harness, aborted: asyncio.Event | None = None) -> GenerationResult:
-    """All samples of a prompt, side by side. Where one fails the others are cancelled, and its error is raised."""
+    """Returns all samples of a prompt, which run side by side. If one fails, the others are
+    cancelled and its error is raised."""
     harness.check(request)
     tasks = [asyncio.ensure_future(rollout(request, sample, client, harness, aborted)) for sample in range(request.sampling.n)]
     try:
@@ -94,7 +97,7 @@ async def answer(request: PromptRequest, client: Client, harness: Harness, abort
 
 
 async def rollout(request: PromptRequest, sample: int, client: Client, harness: Harness, aborted: asyncio.Event | None = None) -> Sample:
-    """One sample of a prompt.
+    """Returns one sample of a prompt.
 
     aborted: when set, the sample ends soon with what it has, finish reason `abort`. Cancelling the task ends it with nothing.
     Raises what the client raises, and `GenerationError` for an answer that cannot be trained on: nothing else. What tools raise is told to
@@ -131,7 +134,7 @@ class _Turns:
         self.of_client: BaseException | None = None
 
     async def run_with_tools(self) -> FinishReason:
-        """The whole sample, in sessions of its environments."""
+        """Runs the whole sample, in sessions of its environments."""
         self.doing = "an environment did not open"
         within = self.harness.limits.tool_timeout
         opened = self.harness.tools.opened(self.id, names=self.request.tools, config=self.request.tool_config, within=within)
@@ -173,7 +176,8 @@ class _Turns:
                 return "length"
 
     async def read(self, parser: ToolParser, completion: Completion, definitions: list[ToolDefinition]) -> list[ToolCall]:
-        """The calls of a turn. A parser that raises or takes too long has found one that cannot be read."""
+        """Returns the calls of a turn. If the parser raises or takes too long, the turn has one
+        call with an error."""
         self.doing = "what the model said could not be read"
         text = self.harness.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
         try:
@@ -188,7 +192,8 @@ class _Turns:
         return [readable(call) for call in calls]
 
     async def complete(self, budget: int, stop: tuple[str, ...]) -> Completion | None:
-        """The model's next turn, checked; None where it was aborted before the engine had anything to hand over."""
+        """Returns the model's next turn, checked; None if it was aborted before the engine had
+        anything to hand over."""
         self.doing = "the engine could not be asked"
         if self.interrupt.is_set():
             self._abort()
@@ -238,7 +243,8 @@ class _Turns:
         return self._not_run(call, "abort", "the sample was aborted")
 
     def observe(self, parser: ToolParser, records: Sequence[ToolRecord]) -> bool:
-        """Shows the model what its tools answered. False where that leaves no room for the model to go on."""
+        """Shows the model what its tools answered. Returns False if no room is left for the
+        model to go on."""
         self.doing = "what its tools answered could not be shown to the model"
         token_ids = parser.observe(records, self.transcript.token_ids[-1])
         kept, cut = truncate(token_ids, self.room())

@@ -1,4 +1,4 @@
-"""Tools, how models write calls of them, and what is told of a call."""
+"""Tools, and parsers that read a model's calls of them and show the results."""
 
 from instep.generation.tools.toolset import Environment, Tool, ToolDefinition, ToolOutput, ToolSet
 

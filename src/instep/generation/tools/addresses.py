@@ -1,4 +1,4 @@
-"""Which addresses a tool may reach: none within the host's own networks, unless allowed."""
+"""Decides which addresses a tool may reach: none within the host's own networks, unless allowed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ METADATA = ipaddress.IPv4Network("192.0.0.0/24")
 
 
 class InsideError(OSError):
-    """An address within the host's networks was not connected to."""
+    """A connection was refused because its address is within the host's networks."""
 
     def __init__(self) -> None:
         super().__init__(errno.EACCES, "its address is within this host's networks, and `allow` does not list it")
 
 
 class Reachable:
-    """Creates sockets for addresses that may be reached. It is asked for each connection, after names have become addresses.
+    """Creates sockets for addresses that may be reached. aiohttp calls this for each connection,
+    after name resolution.
 
     allow: addresses and networks that may be reached although they are within the host's, such as `10.0.0.0/8`.
     """
@@ -39,7 +40,8 @@ class Reachable:
             raise ConfigError(f"allow takes addresses and networks such as 10.0.0.0/8: {error}") from error
 
     def __call__(self, found: tuple[Any, ...]) -> socket.socket:
-        """What aiohttp calls a socket factory. Raises `InsideError`."""
+        """Creates a socket for aiohttp. Raises `InsideError` for an address that may not be
+        reached."""
         family, kind, protocol, _, address = found
         if not self.permits(address[0]):
             raise InsideError
@@ -54,7 +56,7 @@ class Reachable:
 
 
 def outside(address: Address) -> bool:
-    """Whether an address is anybody's on the Internet."""
+    """Whether an address is public on the Internet."""
     inside = address.is_multicast or address.is_reserved or address.is_unspecified or address in METADATA
     # Some versions of Python call every 6to4 address private. What it leads to is looked at by itself.
     leads_on = isinstance(address, ipaddress.IPv6Address) and address.sixtofour is not None
@@ -62,7 +64,8 @@ def outside(address: Address) -> bool:
 
 
 def meanings(address: Address) -> list[Address]:
-    """An address, or that which it is another name of, and those that it leads through."""
+    """Returns the addresses to check for one: the IPv4 address that it stands for, or itself and
+    those that it leads through."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if any(address in network for network in TRANSLATED) and int(address) > 1:  # "::1" is a name of its own

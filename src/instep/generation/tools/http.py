@@ -1,4 +1,4 @@
-"""A tool that is a web service."""
+"""A tool that calls a web service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ UNPACKED = {"gzip": 31, "x-gzip": 31, "deflate": 47}
 
 
 class HttpTool:
-    """Sends the arguments to `url`, as JSON or with `method="GET"` as a query, and gives the text of the answer.
+    """Sends the arguments to `url`, as JSON or with `method="GET"` as a query, and returns the
+    text of the answer.
 
     seconds: for one attempt. retries: further attempts after a time-out, a broken connection or an answer that says to come again (429,
         5xx), each after a longer pause, or after the one that the answer asks for. No call is repeated whose answer says that it is wrong.
@@ -100,7 +101,7 @@ class HttpTool:
         return ToolOutput(error=f"no answer after {self.retries + 1} attempts; the last: {problem}")
 
     async def _ask(self, arguments: dict[str, Any]) -> Answer:
-        """An answer that is no redirect to where this goes."""
+        """Returns the answer after following the redirects that may be followed."""
         url, method, headers = self.url, self.method, self.headers
         sent = {"params": _query(arguments)} if method == "GET" else {"json": arguments}
         for _ in range(MOST_REDIRECTS + 1):
@@ -136,7 +137,8 @@ class HttpTool:
             )
 
     def _session(self) -> Any:
-        """Connections without cookies, proxies, or an answer that is unpacked before its size is known."""
+        """Returns a session without cookies or proxies. It does not decompress answers by
+        itself: their size must be bounded first."""
         if self.session is None:
             import aiohttp
 
@@ -147,14 +149,15 @@ class HttpTool:
         return self.session
 
     async def aclose(self) -> None:
-        """Closes its connections."""
+        """Closes the session's connections."""
         if self.session is not None:
             await self.session.close()
             self.session = None
 
 
 class Answer(NamedTuple):
-    """What a service said: its status and text, the seconds after which it wants to be asked again, and where it sends one."""
+    """A service's answer: its status and text, the seconds after which it may be asked again,
+    and the location of a redirect."""
 
     status: int
     text: str
@@ -174,7 +177,8 @@ async def _read(stream: Any, limit: int) -> bytes:
 
 
 def _unpacked(body: bytes, encoding: str, limit: int) -> bytes:
-    """The first `limit` bytes of what was packed; nothing of what cannot be unpacked."""
+    """Returns the first `limit` bytes of the decompressed body; no bytes if it cannot be
+    decompressed."""
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return body

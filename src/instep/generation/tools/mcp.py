@@ -8,7 +8,8 @@ from instep.generation.tools.toolset import ToolDefinition, ToolOutput
 
 
 class McpTool:
-    """One tool of a server, called through a client that is open for as long as the tool is used."""
+    """One tool of a server, called through a client. The client must stay open as long as the
+    tool is used."""
 
     def __init__(self, client: Any, definition: ToolDefinition) -> None:
         self.client = client
@@ -24,7 +25,8 @@ class McpTool:
 
 
 async def mcp_tools(client: Any) -> list[McpTool]:
-    """Every tool of the server that `client` is connected to, an `mcp.Client` of mcp 2 inside its `async with`.
+    """Returns every tool of the server that `client` is connected to, an `mcp.Client` of mcp 2
+    inside its `async with`.
 
     What a tool answers beside text is left out.
     """

@@ -1,4 +1,4 @@
-"""How models write tool calls, and how they are shown what came of them.
+"""Parsers: they read tool calls from a model's text, and write the results for the model.
 
 A parser reads one turn's text, decoded from the very tokens that the engine sampled. What looks like a call and cannot be read is a
 `ToolCall` with an error, so that the model is told; a parser never raises because of what a model wrote.
@@ -20,26 +20,30 @@ Extract = Callable[[str, list[dict[str, Any]]], list[tuple[str, str]] | None]
 
 
 class ToolParser(Protocol):
-    """How one family of models writes calls of tools, and reads their results."""
+    """The tool-call format of one family of models."""
 
     def stops(self, tools: Sequence[ToolDefinition]) -> tuple[str, ...]:
-        """Strings that end a turn, because a call ends with them. Asked for each sample: one without tools has no such strings."""
+        """Returns the strings that end a turn because a call ends with them. Asked for each
+        sample: one without tools has no such strings."""
 
     def parse(self, text: str, tools: Sequence[ToolDefinition]) -> list[ToolCall]:
-        """The calls in a turn's text, in order."""
+        """Returns the calls in a turn's text, in order."""
 
     def observe(self, records: Sequence[ToolRecord], last_token_id: int) -> list[int]:
-        """Tokens that show the model what came of its calls and give it the word again. They follow `last_token_id`, the turn's last."""
+        """Returns tokens that show the model the results of its calls and begin its next turn.
+        They follow `last_token_id`, the turn's last."""
 
 
 def main_argument(tool: ToolDefinition) -> str:
-    """The argument that takes a call's whole text: the first required one, else the first, else `text`."""
+    """Returns the name of the argument that takes a call's whole text: the first required one,
+    else the first, else `text`."""
     candidates = [*tool.parameters.get("required", ()), *tool.parameters.get("properties", {}), "text"]
     return str(candidates[0])
 
 
 class TaggedParser:
-    """`<name>…</name>` calls the tool `name` with the text between. What it answers comes back between `<output>` and `</output>`."""
+    """Reads `<name>…</name>` as a call of the tool `name` with the text between. The result is
+    shown between `<output>` and `</output>`."""
 
     def __init__(self, tokenizer: Tokenizer, output_tag: str = "output") -> None:
         self.encoder = Encoder(tokenizer)
@@ -77,7 +81,8 @@ class TaggedParser:
 
 
 class WholeTurnParser:
-    """Hands a turn's whole text to one tool: always, or where one of `markers` occurs in it.
+    """Hands a turn's whole text to one tool: always, or only if one of `markers` occurs in the
+    text.
 
     For environments that listen to everything, and for tools that have their own syntax. Calls that `inner` finds come first; it also
     says how observations are shown.
@@ -107,7 +112,8 @@ class WholeTurnParser:
 
 
 class ChatParser:
-    """Calls in a model's own format, read by `extract`; observations as the tokenizer's chat template writes them.
+    """Reads calls in a model's own format with `extract`, and shows results in the form of the
+    tokenizer's chat template.
 
     reasoning_end: the marker after a model's reasoning. Calls are read behind the last one: what a model thinks of calling is no call.
     template_kwargs: further arguments of the chat template.
@@ -153,7 +159,8 @@ class ChatParser:
         return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
 
     def _continuation(self, messages: list[dict[str, Any]]) -> str:
-        """What the template writes behind the content of the model's turn, when `messages` follow it and it is the model's turn again."""
+        """Returns what the template writes after the content of the model's turn, if `messages`
+        and a new turn of the model follow."""
         said = "\u2063instep\u2063"  # nothing that a template writes itself
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, *messages]
         text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **self.template_kwargs)
@@ -161,7 +168,8 @@ class ChatParser:
 
 
 def vllm_parser(name: str, tokenizer: Any, **settings: Any) -> ChatParser:
-    """vLLM's own parser of that name, such as `hermes`, `llama3_json` or `qwen3_xml`; `settings` are those of `ChatParser`.
+    """Returns vLLM's own parser of that name, such as `hermes`, `llama3_json` or `qwen3_xml`;
+    `settings` are those of `ChatParser`.
 
     Raises `ConfigError` for a name that this vLLM does not have, and where there is no vLLM.
     """
@@ -171,7 +179,8 @@ def vllm_parser(name: str, tokenizer: Any, **settings: Any) -> ChatParser:
 
 
 def readable(call: ToolCall) -> ToolCall:
-    """The call as records and tokenizers can take it; one with an error where its arguments cannot be taken."""
+    """Returns the call with clean text. If its arguments cannot be taken, returns one with an
+    error."""
     try:
         return ToolCall(clean(call.name), plain(call.arguments), call.error and clean(call.error))
     except (ValueError, RecursionError) as error:

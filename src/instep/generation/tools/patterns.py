@@ -1,4 +1,4 @@
-"""The regular expressions of a tool's schema, searched for in a model's text in bounded time.
+"""Searches a model's text for the regular expressions of a tool's schema, in bounded time.
 
 jsonschema searches with `re`, which may take for ever and stops all threads meanwhile. `regex` looks at the clock while it searches.
 """
@@ -16,7 +16,7 @@ SECONDS = 1.0
 
 
 def bounded(kind: Any) -> Any:
-    """The class of validators, with searches that end."""
+    """Returns a class of validators whose searches end."""
     with needed_by("a tool"):
         from jsonschema import validators
     own = {"pattern": _pattern, "patternProperties": _pattern_properties, "additionalProperties": _additional_properties}
@@ -24,14 +24,15 @@ def bounded(kind: Any) -> Any:
 
 
 def check(schema: Any) -> None:
-    """Raises `ConfigError` for `patternProperties` beside `unevaluatedProperties`: there jsonschema itself searches."""
+    """Raises `ConfigError` for `patternProperties` beside `unevaluatedProperties`, which
+    jsonschema searches with `re`."""
     words = {word for part in _parts(schema) for word in part}
     if {"patternProperties", "unevaluatedProperties"} <= words:
         raise ConfigError("a tool's schema cannot have patternProperties beside unevaluatedProperties: use additionalProperties")
 
 
 def strange(names: Iterable[str], schema: dict[str, Any]) -> list[str]:
-    """The names of properties that a schema does not know."""
+    """Returns the names of properties that a schema does not know."""
     known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     return [name for name in names if name not in known and not any(_found(pattern, name) for pattern in patterns)]
 
@@ -44,7 +45,8 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _found(pattern: str, text: str) -> bool:
-    """Raises `ValueError` where the search takes longer than its time."""
+    """Whether a pattern occurs in a text. Raises `ValueError` if the search takes longer than
+    its time."""
     with needed_by("a tool with patterns in its schema"):
         import regex
     try:

@@ -1,4 +1,4 @@
-"""The tool that runs the Python programs a model writes."""
+"""A tool that runs the Python programs that a model writes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PythonTool:
 
 
 def failure(run: Run, limits: SandboxLimits) -> str | None:
-    """Why a program did not end well, in a sentence; None where it did."""
+    """Says in a sentence why a program failed, or returns None."""
     if run.ok:
         return None
     return {

@@ -1,4 +1,5 @@
-"""A tool's arguments against its JSON schema. Models write `"3"` for 3: what has one obvious meaning is converted, the rest is an error."""
+"""Checks a tool's arguments against its JSON schema. Models write `"3"` for 3: a value with one
+obvious meaning is converted, any other is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MESSAGE = 1000
 
 
 class Arguments:
-    """Checks the arguments of one tool. `schema` is a JSON schema of an object. Raises `ConfigError` where it is not."""
+    """Checks the arguments of one tool. `schema` is a JSON schema of an object. Raises
+    `ConfigError` if it is not."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         with needed_by("a tool"):
@@ -33,7 +35,8 @@ class Arguments:
         self.validator = patterns.bounded(kind)(schema)
 
     def read(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The converted arguments. Raises `ValueError` with words that help the model to mend its call."""
+        """Returns the converted arguments. Raises `ValueError` with a text that helps the model
+        to correct its call."""
         try:
             return self._read(arguments)
         except RecursionError as error:
@@ -53,7 +56,8 @@ class Arguments:
 
 
 def coerce(value: Any, schema: dict[str, Any]) -> Any:
-    """`value` as the type that `schema` wants, where it is text that can only mean that."""
+    """Returns text as the type that `schema` wants, if the text can only mean that. Returns any
+    other value unchanged."""
     kinds = schema.get("type")
     if not isinstance(value, str) or not isinstance(kinds, str | list):
         return value

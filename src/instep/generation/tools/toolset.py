@@ -1,4 +1,5 @@
-"""What a tool is, and how one is called: with checked arguments, under a deadline, and with every failure told to the model."""
+"""Tools, and how they are called: with checked arguments, under a deadline, and with every
+failure shown to the model."""
 
 from __future__ import annotations
 
@@ -25,19 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 class ToolDefinition(Struct, frozen=True):
-    """What a model is told of a tool. `parameters` is a JSON schema of an object."""
+    """The description of a tool that a model sees. `parameters` is a JSON schema of an object."""
 
     name: str
     description: str
     parameters: dict[str, Any]
 
     def openai(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's interface take it."""
+        """Returns the definition in the form of OpenAI's interface, which chat templates take
+        too."""
         return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": self.parameters}}
 
 
 class ToolOutput(Struct, frozen=True, kw_only=True):
-    """What a tool answers. The model sees `text`, and `error` if there is one.
+    """A tool's answer. The model sees `text`, and `error` if there is one.
 
     reward: an environment's reward for this call. done: the sample ends here. role: the role of the message that shows the text.
     info: kept in the record.
@@ -79,7 +81,7 @@ class _Connected(NamedTuple):
 
 
 class ToolSet:
-    """Tools by name, asked once for what they are.
+    """Tools by name. Each is asked once for its definition.
 
     tools = await ToolSet.connect([PythonTool(), search_actor_handle])
     async with tools.opened(request_id, names=("python",), config={}, within=60.0) as mine:
@@ -91,7 +93,8 @@ class ToolSet:
 
     @classmethod
     async def connect(cls, tools: Sequence[Any], *, within: float = 60.0) -> ToolSet:
-        """Raises `ConfigError` for a tool that breaks the contract or does not answer `within` seconds, and for two tools of one name."""
+        """Makes a set of these tools. Raises `ConfigError` for a tool that breaks the contract
+        or does not answer `within` seconds, and for two tools of one name."""
         connected: dict[str, _Connected] = {}
         for tool in tools:
             definition = await _describe(tool, within)
@@ -108,7 +111,8 @@ class ToolSet:
         return len(self._tools)
 
     def select(self, names: Sequence[str] | None) -> ToolSet:
-        """These tools; None means all. Raises `ConfigError` for a name that no tool has."""
+        """Returns the tools of these names; None means all. Raises `ConfigError` for a name that
+        no tool has."""
         if names is None:
             return self
         if missing := sorted(set(names) - set(self._tools)):
@@ -119,7 +123,8 @@ class ToolSet:
     async def opened(
         self, id: RequestId, *, names: Sequence[str] | None, config: Mapping[str, dict[str, Any]], within: float
     ) -> AsyncIterator[ToolSet]:
-        """The tools of one sample, with a session of each environment. All are opened `within` seconds, and closed."""
+        """Opens the tools of one sample, with a session of each environment. Opening all may
+        take `within` seconds, and closing all too."""
         opened = dict(self.select(names)._tools)
         sessions = AsyncExitStack()
         try:
@@ -139,7 +144,8 @@ class ToolSet:
                 logger.exception("an environment of sample %s did not close", id)
 
     async def call(self, call: ToolCall, *, within: float, turn: int = 0) -> ToolRecord:
-        """Never raises what a tool raises, and never takes longer than `within` seconds."""
+        """Calls a tool. Never raises what the tool raises, and never takes longer than `within`
+        seconds."""
         started = time.perf_counter()
         outcome, output, arguments = await self._answer(call, within)
         return ToolRecord(
@@ -172,7 +178,8 @@ class ToolSet:
 
 
 def _output(name: str, answer: Any) -> ToolOutput:
-    """What a tool answered, its fields of the types that `ToolOutput` says. What is not is told in the place of the error."""
+    """Returns a tool's answer with fields of the types that `ToolOutput` declares. A wrong type
+    is reported in the error."""
     if not isinstance(answer, ToolOutput):
         try:
             return ToolOutput(text=clean(str(answer)))
@@ -203,7 +210,7 @@ def _shown(value: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none."""
+    """Returns the value as a float; NaN if it is no number."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
     except Exception:
@@ -211,7 +218,8 @@ def _number(value: Any) -> float:
 
 
 def _remote(tool: Any, method: str) -> Any:
-    """The method of a Ray actor's handle that makes a call; None for a plain object."""
+    """Returns the `remote` function of a method of a Ray actor's handle; None for a plain
+    object."""
     return getattr(getattr(tool, method, None), "remote", None)
 
 
