@@ -1,4 +1,5 @@
-"""Where a version's tensors lie in one run of bytes, and how that run is cut into buckets. Pure functions."""
+"""Lays out a version's tensors in one run of bytes, and cuts that run into buckets. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def padded(nbytes: int) -> int:
 
 
 def layout(tensors: Iterable[TensorMeta]) -> tuple[dict[str, int], int]:
-    """Byte offset of each tensor that is not an alias, one after the other, and the bytes of all."""
+    """Returns the byte offset of each tensor that is not an alias, one after the other, and the
+    total size in bytes."""
     offsets, end = {}, 0
     for meta in tensors:
         if not meta.alias_of:
@@ -27,7 +29,8 @@ def layout(tensors: Iterable[TensorMeta]) -> tuple[dict[str, int], int]:
 
 
 def buckets(size: int, limit: int) -> list[tuple[int, int]]:
-    """Intervals of at most `limit` bytes, a multiple of ALIGN, that cover `size` bytes."""
+    """Returns intervals that cover `size` bytes, each of at most `limit` bytes. limit: a multiple
+    of ALIGN."""
     return [(low, min(low + limit, size)) for low in range(0, size, limit)]
 
 
@@ -42,7 +45,8 @@ class Piece:
 
 
 def pieces(tensors: Sequence[TensorMeta], limit: int) -> Iterator[list[Piece]]:
-    """The contents of each bucket, in the order in which `layout` puts the tensors. A tensor may reach over several."""
+    """Yields the contents of each bucket, in the order of `layout`. A tensor may reach over several
+    buckets."""
     offsets, size = layout(tensors)
     waiting = deque(meta for meta in tensors if not meta.alias_of)
     for low, high in buckets(size, limit):
@@ -60,7 +64,7 @@ def pieces(tensors: Sequence[TensorMeta], limit: int) -> Iterator[list[Piece]]:
 
 
 def cut(first: int, rows: int, row: int, stride: int, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-    """What of a strided run lies in the interval from `low` to `high`.
+    """Yields the parts of a strided run that lie in the interval from `low` to `high`.
 
     The run has `rows` rows of `row` words, which begin at `first` and then `stride` words apart; rows do not overlap. Yields (index of a
     row, column in it, number of rows from it on, words of each from that column on): whole rows together, rows that are cut alone.

@@ -1,4 +1,4 @@
-"""What an engine stores of each tensor, where that is another dtype than the source's."""
+"""The dtype in which an engine stores each tensor, where it differs from the source's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from instep.protocol import ITEM_BYTES, TensorMeta, WorkerPlan
 
 
 class Numbers(NamedTuple):
-    """The numbers that a dtype has: of so many significant bits, between a smallest step and a largest value."""
+    """The values of a dtype: its significant bits, its smallest step, and its smallest and largest
+    value."""
 
     bits: int
     step: float
@@ -37,7 +38,8 @@ class Dtypes(NamedTuple):
 
 
 def widens(old: str, new: str) -> bool:
-    """Whether every value of dtype `old` is a value of dtype `new`: a conversion rounds nothing."""
+    """Whether every value of dtype `old` is a value of dtype `new`, so that a conversion rounds
+    nothing."""
     if old == new:
         return True
     has, needs = _numbers(new), _numbers(old)
@@ -59,7 +61,8 @@ def _numbers(dtype: str) -> Numbers:
 
 
 def stored(tensors: Mapping[str, TensorMeta], workers: Sequence[WorkerPlan]) -> Dtypes:
-    """What an engine's workers store of the tensors. What is stored of an alias is stored of what it stands for."""
+    """Returns the dtypes in which an engine's workers store the tensors. An alias counts as the
+    tensor that it stands for."""
     found: dict[str, set[str]] = defaultdict(set)
     for worker in workers:
         dtypes = {param.name: param.dtype for param in worker.params}
@@ -84,7 +87,8 @@ def stored(tensors: Mapping[str, TensorMeta], workers: Sequence[WorkerPlan]) -> 
 
 
 def common(engines: Sequence[Mapping[str, str]], tensors: Sequence[TensorMeta]) -> Mapping[str, str]:
-    """The dtypes in which to send tensors to all of `engines`, given those of each (`Dtypes.sent`).
+    """Returns the dtypes in which to send tensors to all of `engines`. engines: `Dtypes.sent` of
+    each.
 
     Raises `PlanError` where they are not the same: what is sent is the same for all.
     """

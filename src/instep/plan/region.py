@@ -15,7 +15,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a C-contiguous tensor."""
+    """Returns the strides, in elements, of a C-contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -28,7 +28,8 @@ def whole(shape: Sequence[int]) -> Region:
 
 
 def simplify(region: Region) -> Region:
-    """The same elements in the same order with as few dimensions as possible: sizes of one dropped, adjacent ones merged."""
+    """Returns the same elements in the same order in as few dimensions as possible. Sizes of one
+    are dropped, adjacent dimensions merged."""
     shape: list[int] = []
     stride: list[int] = []
     for size, step in zip(region.shape, region.stride, strict=True):
@@ -44,7 +45,8 @@ def simplify(region: Region) -> Region:
 
 
 def run(region: Region, start: int, count: int) -> Region | None:
-    """`count` elements of a region, in order, from number `start` on: whole rows along some axis, or None."""
+    """Returns `count` elements of a region, in order, from index `start` on. None unless they are
+    whole rows along some axis."""
     offset, shape, stride = region.offset, region.shape, region.stride
     while shape and count < (row := math.prod(shape[1:])):  # within one row
         offset, start, shape, stride = offset + start // row * stride[0], start % row, shape[1:], stride[1:]
@@ -58,21 +60,23 @@ def run(region: Region, start: int, count: int) -> Region | None:
 
 
 def reshaped(region: Region, shape: tuple[int, ...]) -> Region | None:
-    """The same elements in the same order, in a shape of as many; None where they are no contiguous run."""
+    """Returns the same elements in the same order in another shape. None where they are no
+    contiguous run."""
     if region.shape == shape:
         return region
     return Region(region.offset, shape, contiguous_stride(shape)) if simplify(region).stride in ((), (1,)) else None
 
 
 def extent(region: Region) -> tuple[int, int]:
-    """First flat index and one past the last. Empty regions have an empty extent."""
+    """Returns the first flat index and one past the last. Empty regions have an empty extent."""
     if region.numel == 0:
         return region.offset, region.offset
     return region.offset, region.offset + 1 + sum((size - 1) * step for size, step in zip(region.shape, region.stride, strict=True))
 
 
 def as_box(region: Region, shape: Sequence[int]) -> Box | None:
-    """The region as intervals of a contiguous tensor of `shape`, or None where it is no such box."""
+    """Returns the region as intervals of a contiguous tensor of `shape`, or None where it is no
+    such box."""
     first, last = extent(region)
     if last == first or last > math.prod(shape):
         return None
@@ -93,7 +97,8 @@ def _axes(region: Region) -> list[tuple[int, int]]:
 
 
 def indices(region: Region) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Every flat index of the region, in its order. As many numbers as elements: for regions that are no boxes, and for tests."""
+    """Returns every flat index of the region, in its order. The array is as long as the region: it
+    is for regions that are no boxes, and for tests."""
     grid = np.asarray(region.offset, np.int64)
     for size, step in zip(region.shape, region.stride, strict=True):
         grid = np.add.outer(grid, np.arange(size, dtype=np.int64) * step)
@@ -134,7 +139,7 @@ def disjoint(regions: Sequence[Region], shape: Sequence[int]) -> bool:
 
 
 def covered(regions: Iterable[Region], shape: Sequence[int]) -> int:
-    """How many elements of a contiguous tensor of `shape` belong to at least one region."""
+    """Returns how many elements of a contiguous tensor of `shape` belong to at least one region."""
     distinct = list({simplify(region): region for region in regions}.values())
     if disjoint(distinct, shape) and not any(map(_may_repeat, distinct)):
         return sum(region.numel for region in distinct)
@@ -142,8 +147,9 @@ def covered(regions: Iterable[Region], shape: Sequence[int]) -> int:
 
 
 def rows_of(source: Region, target: Region) -> tuple[int, int, int, int] | None:
-    """A copy between two regions of one shape as (rows, elements of a row, source stride, target stride) with both rows contiguous,
-    or None where it takes more than one constant stride."""
+    """Returns a copy between two regions of one shape as (rows, elements of a row, source stride,
+    target stride). Rows are contiguous on both sides. None where one constant stride on each side
+    does not express the copy."""
     axes: list[list[int]] = []  # size, source stride, target stride; outermost first
     for size, step, other in zip(source.shape, source.stride, target.stride, strict=True):
         if size == 1:
@@ -160,7 +166,7 @@ def rows_of(source: Region, target: Region) -> tuple[int, int, int, int] | None:
 
 
 def strided(source: Region, target: Region, shape: Sequence[int], stride: Sequence[int]) -> tuple[Region, Region] | None:
-    """A copy into a tensor of `shape` that lies in memory with `stride`, not in C order.
+    """Works out a copy into a tensor of `shape` that lies in memory with `stride`, not in C order.
 
     target: of the tensor's flat index space. Returns the two regions cut into the same axes, the target's
     as it lies in memory, from the first element on. None where it takes more than strides.

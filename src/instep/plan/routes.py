@@ -1,4 +1,4 @@
-"""The proof that a plan is complete, and what it says of each layer. Pure functions of what the workers' loaders did."""
+"""Proves that a plan is complete, from what the workers' loaders did. Pure functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNREAD = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one engine needs of a source: proved complete for all of its workers.
+    """What one engine needs of a source, proved complete for all of its workers.
 
     `casts` maps a tensor to the dtype in which it is sent, where that is not the source's.
     """
@@ -43,22 +43,24 @@ class Plan:
     rounded: dict[str, str]
     """Tensors stored in a dtype that does not have all of the source's values, and that dtype: with `cast=True` alone."""
     reads: tuple[dict[str, list[Region]], ...]
-    """Of each worker, see `reads`."""
+    """The regions that each worker reads (see `reads`)."""
     wholes: frozenset[str]
-    """Tensors that workers read in parts which do not make up the whole, each element once: each worker sums up all of one."""
+    """Tensors that workers read in regions which overlap or leave gaps: each worker sums up all."""
 
     def kept(self) -> dict[str, str]:
-        """Engine parameters that the push leaves alone, and why."""
+        """Returns the engine parameters that the push leaves alone, and why."""
         return {param.name: param.kept for worker in self.workers for param in worker.params if param.kept}
 
 
 def signature(tensors: Sequence[TensorMeta]) -> str:
-    """Equal for equal lists of names, dtypes, shapes and aliases: a plan holds as long as it does not change."""
+    """Returns a hash that is equal for equal lists of names, dtypes, shapes and aliases. A plan
+    holds until it changes."""
     return hashlib.blake2b(encode(tensors), digest_size=16).hexdigest()
 
 
 def check_metadata(tensors: Sequence[TensorMeta]) -> None:
-    """Raises `PlanError` for a name that occurs twice, an unknown dtype, an alias of nothing or of another shape, an empty list."""
+    """Raises `PlanError` for an empty list, a name that occurs twice, an unknown dtype, and an
+    alias of nothing or of a tensor with another dtype or shape."""
     if not tensors:
         raise PlanError("the source has no tensors")
     by_name: dict[str, TensorMeta] = {}
@@ -77,7 +79,8 @@ def check_metadata(tensors: Sequence[TensorMeta]) -> None:
 
 
 def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPlan], *, cast: bool, whole: bool = False) -> Plan:
-    """The plan of an engine, or a `PlanError` that names the engine, the parameter or tensor, and what is wrong with it.
+    """Returns the plan of an engine. Raises `PlanError` that names the engine, the parameter or
+    tensor, and what is wrong with it.
 
     cast: whether tensors may be rounded. A wider dtype, which has every value of the source's, is always allowed.
     whole: whether the tensors are all that a checkpoint of the trainer's model has. A buffer of the engine
@@ -95,7 +98,7 @@ def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPl
 
 
 def _prove_written(where: str, worker: WorkerPlan, *, whole: bool) -> None:
-    """Each parameter is written exactly once, or kept with a reason."""
+    """Checks that each parameter is written exactly once, or kept with a reason."""
     routes = defaultdict(list)
     for route in worker.routes:
         routes[route.param].append(route)
@@ -138,7 +141,8 @@ def _names(routes: Sequence[Route]) -> str:
 
 
 def _prove_read(engine: str, tensors: dict[str, TensorMeta], workers: Sequence[WorkerPlan]) -> None:
-    """Each tensor is read completely by the engine's workers together. Aliases need no reader: a tied engine has one copy."""
+    """Checks that the engine's workers together read each tensor completely. Aliases need no
+    reader: an engine with tied weights has one copy."""
     reads: dict[str, list[Region]] = defaultdict(list)
     for worker in workers:
         for route in worker.routes:
@@ -161,8 +165,8 @@ def _prove_read(engine: str, tensors: dict[str, TensorMeta], workers: Sequence[W
 
 
 def reads(routes: Iterable[Route], tensors: Mapping[str, TensorMeta]) -> dict[str, list[Region]]:
-    """The distinct regions that are read of each tensor, in an order that follows from them alone. What is
-    read of an alias is read of what it stands for."""
+    """Returns the distinct regions that are read of each tensor, in an order that depends on the
+    regions alone. A region of an alias counts for the tensor that it stands for."""
     found: dict[str, set[Region]] = defaultdict(set)
     for route in routes:
         if route.tensor is not None and route.source is not None:
@@ -183,5 +187,5 @@ def _wholes(tensors: Mapping[str, TensorMeta], reads: Sequence[Mapping[str, Sequ
 
 
 def make_up(regions: Collection[Region], shape: Sequence[int]) -> bool:
-    """Whether regions have each element of a tensor of `shape` once."""
+    """Whether regions have each element of a tensor of `shape` exactly once."""
     return covered(regions, shape) == sum(region.numel for region in regions) == Region(0, tuple(shape), ()).numel

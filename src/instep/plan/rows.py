@@ -1,4 +1,5 @@
-"""Strided rows of a tensor in some memory: what two of them have in common, and the kernel's copies of them. Pure functions."""
+"""Strided rows of a tensor in some memory: the overlap of two of them, and the kernel's copies
+between them. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,25 +25,26 @@ class Rows:
     place_stride: int
 
     def part(self, row: int, column: int, count: int, length: int) -> Rows:
-        """`count` rows from `row` on, `length` units of each from `column` on."""
+        """Returns `count` rows from `row` on, and `length` units of each from `column` on."""
         at, place = self.at + row * self.stride + column, self.place + row * self.place_stride + column
         return Rows(count, length, at, self.stride, place, self.place_stride)
 
     def in_words(self, size: int, address: int) -> Rows | None:
-        """From elements of `size` bytes to words of 8 bytes, with places from address 0 on instead of from `address` on. None where that
-        cuts a word."""
+        """Converts elements of `size` bytes to words of 8 bytes, and places relative to `address`
+        to absolute ones. None where that would cut a word."""
         place = address + size * self.place
         numbers = [size * self.length, size * self.at, size * self.stride, place, size * self.place_stride]
         return None if any(number % 8 for number in numbers) else Rows(self.count, *(number // 8 for number in numbers))
 
 
 def contiguous(count: int, place: int) -> Rows:
-    """All of a tensor of `count` units, one after the other from `place` on."""
+    """Returns all of a tensor of `count` units, which lie one after the other from `place` on."""
     return Rows(1, count, 0, count, place, count)
 
 
 def common(a: Rows, b: Rows) -> Iterator[tuple[Rows, Rows]]:
-    """Each element of the tensor that is in both, once: the same rows twice, with their places in the memory of `a` and in that of `b`."""
+    """Yields the elements of the tensor that are in both, each once. They come as a pair of rows,
+    with places in the memory of `a` and in that of `b`."""
     if b.count == 1:
         yield from _within(a, b)
     elif a.count == 1:
@@ -55,14 +57,15 @@ def common(a: Rows, b: Rows) -> Iterator[tuple[Rows, Rows]]:
 
 
 def _within(a: Rows, b: Rows) -> Iterator[tuple[Rows, Rows]]:
-    """What of `a` lies in the only row of `b`."""
+    """Yields the elements of `a` that lie in the only row of `b`."""
     for row, column, count, length in cut(a.at, a.count, a.length, a.stride, b.at, b.at + b.length):
         mine = a.part(row, column, count, length)
         yield mine, Rows(count, length, mine.at, mine.stride, b.place + mine.at - b.at, mine.stride)
 
 
 def _side_by_side(a: Rows, b: Rows) -> Iterator[tuple[Rows, Rows]]:
-    """Of one stride: each row of `b` meets at most two rows of `a` that follow each other, and all rows meet in the same way."""
+    """Yields the overlap of rows of one stride. Each row of `b` meets at most two rows of `a` that
+    follow each other, and all rows meet in the same way."""
     ahead, column = divmod(b.at - a.at, a.stride)
     for shift, start in ((ahead, column), (ahead + 1, column - a.stride)):  # row i of b begins at column `start` of row i + shift of a
         low, high = max(start, 0), min(start + b.length, a.length)
@@ -72,7 +75,8 @@ def _side_by_side(a: Rows, b: Rows) -> Iterator[tuple[Rows, Rows]]:
 
 
 def rows_of_place(place: Place, meta: TensorMeta, base: int) -> Rows:
-    """A place in words, its end padded to a whole one. base: address of its allocation in this process."""
+    """Returns a place in words of 8 bytes, its end padded to a whole word. base: address of its
+    allocation in this process."""
     (count, length), (stride, _) = place.part.shape, place.part.stride
     numbers = (ITEM_BYTES[meta.dtype] * number for number in (length, place.part.offset, stride, place.stride))
     length, at, stride, place_stride = (-(-number // 8) for number in numbers)
@@ -80,7 +84,8 @@ def rows_of_place(place: Place, meta: TensorMeta, base: int) -> Rows:
 
 
 def run_of(rows: Rows, meta: TensorMeta, slot: int, into: Rows | None = None) -> Run:
-    """rows: of words to read. into: the same rows where they are moved to."""
+    """Makes the kernel's description of a copy. rows: words to read. into: the same rows at the
+    target; None to sum up without a copy."""
     target, stride = (0, 0) if into is None else (8 * into.place, into.place_stride)
     source = 8 * rows.place
     return Run(source, target, rows.count, rows.length, rows.place_stride, stride, rows.at, rows.stride, seed_of(meta), slot, meta.dtype)

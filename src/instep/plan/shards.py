@@ -1,4 +1,4 @@
-"""Which elements of a tensor lie where in the memory of which rank of a trainer. Pure functions.
+"""Which elements of a tensor lie where in the memory of each rank of a trainer. Pure functions.
 
 A rank holds boxes of a live tensor: one, where it is sharded along dimensions (DTensor), or the few that a range of the flat index space is
 made of (FSDP1, ZeRO-3). A checkpoint tensor is a live tensor or a box of one. Boxes intersect in closed form, so what a rank holds of
@@ -60,7 +60,8 @@ class Extent:
 
 
 def of_range(low: int, high: int, shape: Sequence[int], at: int = 0) -> list[Extent]:
-    """Elements `low` to `high` of the flat index space of a tensor, which lie one after the other from `at` on."""
+    """Returns the extents of elements `low` to `high` of a tensor's flat index space, which lie in
+    memory one after the other from `at` on."""
     stride = contiguous_stride(shape)
     return [
         Extent(box, at + sum(first * step for (first, _), step in zip(box, stride, strict=True)) - low, stride)
@@ -69,7 +70,8 @@ def of_range(low: int, high: int, shape: Sequence[int], at: int = 0) -> list[Ext
 
 
 def _boxes(low: int, high: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """A range as boxes: what is left of its first row, whole rows, what there is of its last one."""
+    """Yields a range as boxes: the rest of its first row, whole rows, and the start of its last
+    row."""
     if low >= high:
         return
     if not shape:
@@ -88,7 +90,8 @@ def _boxes(low: int, high: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def of_intervals(intervals: Sequence[Sequence[Interval]]) -> list[Extent]:
-    """The elements whose index lies in one of the intervals in every dimension, held as one contiguous tensor in their order."""
+    """Returns the extents of the elements whose index lies in one of the intervals in every
+    dimension. The rank holds them as one contiguous tensor in their order."""
     stride = contiguous_stride([sum(high - low for low, high in some) for some in intervals])
     starts = [_starts(some) for some in intervals]
     return [
@@ -110,7 +113,8 @@ def _starts(intervals: Sequence[Interval]) -> list[int]:
 
 
 def ordered_box(view: Region, shape: Sequence[int]) -> Box | None:
-    """`view` as a box of a contiguous tensor of `shape`, whose elements it has in their order; None where it is none."""
+    """Returns `view` as a box of a contiguous tensor of `shape`, with its elements in the same
+    order. None where it is no such box."""
     box = as_box(view, shape)
     if box is None:
         return None
@@ -120,7 +124,8 @@ def ordered_box(view: Region, shape: Sequence[int]) -> Box | None:
 
 
 def pieces(tensor: str, live: str, view: Box, extents: Sequence[Extent]) -> Iterator[Piece]:
-    """What a rank that holds `extents` of a live tensor holds of the tensor that is box `view` of it."""
+    """Yields what a rank that holds `extents` of a live tensor holds of a tensor that is box `view`
+    of the live one."""
     sizes = [high - low for low, high in view]
     for extent in extents:
         box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(view, extent.box, strict=True))
@@ -148,7 +153,7 @@ def _rows(source: Region, target: Region) -> Iterator[tuple[int, int, int, int, 
 
 
 def within(piece: Piece, low: int, high: int) -> Iterator[Piece]:
-    """What of a piece lies in elements `low` to `high` of its tensor."""
+    """Yields the parts of a piece that lie in elements `low` to `high` of its tensor."""
     for row, column, rows, count in cut(piece.target, piece.rows, piece.row, piece.target_stride, low, high):
         yield structs.replace(
             piece,
@@ -164,7 +169,8 @@ def nbytes(pieces: Sequence[Piece], tensors: dict[str, TensorMeta]) -> int:
 
 
 def share_out(tensors: Sequence[TensorMeta], held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
-    """The pieces that each rank is to give, of those that it holds: every element once. Of ranks that hold the same, the first gives it.
+    """Chooses which pieces each rank gives, so that every element is given once. If ranks hold the
+    same part, the first of them gives it.
 
     Raises `SourceError` naming the first tensor of which an element lies nowhere, or in two ranks that hold different parts.
     """
@@ -195,5 +201,5 @@ def share_out(tensors: Sequence[TensorMeta], held: Sequence[Sequence[Piece]]) ->
 
 
 def everything(shape: Sequence[int]) -> list[Extent]:
-    """All of a tensor, as a contiguous one."""
+    """Returns the extents of a whole contiguous tensor."""
     return [Extent(tuple((0, size) for size in shape), 0, whole(shape).stride)]

@@ -1,4 +1,4 @@
-"""What workers summed up against the trainer's digests. Pure functions of numbers."""
+"""Compares what workers summed up with the trainer's digests. Pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Told(NamedTuple):
 
 
 def add_up(told: Sequence[Told], theirs: Mapping[str, int]) -> bool:
-    """Whether what workers hold makes up what the trainer's GPU has told, in all of them.
+    """Whether the sums of all workers add up to the trainer's sum of every tensor.
 
-    Sums are keyed by position: workers that hold the same region tell the same, and it counts once. A sum
-    of zero would count for nothing, so it proves nothing.
+    Sums are keyed by position: workers that hold the same region have the same sum, which counts
+    once. A sum of zero adds nothing, so it proves nothing.
     """
     wholes, parts = [one.wholes for one in told], [one.parts for one in told]
     left = theirs
@@ -54,8 +54,8 @@ def _adds_up(name: str, total: int, wholes: Sequence[Mapping[str, int]], parts: 
 def check_sums(
     engine: str, plan: Plan, tensors: Sequence[TensorMeta], digests: Mapping[str, int], receipts: Sequence[WorkerReceipt]
 ) -> None:
-    """Compares what workers summed up with the trainer's digests: whole tensors one by one, and regions
-    added up, each once.
+    """Compares what workers summed up with the trainer's digests: whole tensors one by one, and
+    regions added up, each once.
 
     receipts: in the order of the plan's workers. Raises `DigestMismatch` naming the first tensor that
     differs, or of which a worker has told less than it reads.
@@ -83,7 +83,8 @@ def check_sums(
 
 
 def check_parts(engine: str, tensors: Sequence[TensorMeta], digests: Mapping[str, int], told: Sequence[Mapping[str, int]]) -> None:
-    """Compares what workers summed up before the commit, each of its share of the same bytes, with the trainer's digests.
+    """Compares what workers summed up before the commit with the trainer's digests. Each worker has
+    summed up its share of the same bytes.
 
     Raises `DigestMismatch` naming the first tensor that differs. What a worker left out counts as a difference.
     """
@@ -101,8 +102,8 @@ def check_arrivals(
     digests: Callable[[], Mapping[str, int]],
     arrivals: Sequence[Arrival],
 ) -> None:
-    """Compares what workers tell of the bytes that have come, in the order of their ranks, with the
-    trainer's digests. Those are not asked for where nothing is told.
+    """Compares the digests of bytes that have arrived with the trainer's. arrivals: in the order of
+    the workers' ranks. The trainer's digests are not computed where no worker reports any.
 
     Raises `DigestMismatch` naming the first tensor that differs.
     """

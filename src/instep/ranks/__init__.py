@@ -1,4 +1,4 @@
-"""The ranks of one trainer, where its weights lie in several processes.
+"""The ranks of one trainer whose weights lie in several processes.
 
 Every rank makes a `WeightSync` and makes the same calls. Rank 0 leads: it has the engines, takes every step of a push, and asks the
 others for their part of it. They follow: each answers until it is told how the push has ended, and then returns or raises what rank 0 does.

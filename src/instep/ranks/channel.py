@@ -42,9 +42,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Channel:
-    """rank, size: of torch's default group, through whose store the ranks find rank 0's. The n-th channel of each rank belongs to the
-    n-th of every other. timeout: seconds for each answer. asks: whether rank 0 asks anything; where it only tells how its calls have
-    ended, that goes through the default group's store, which stays when rank 0 is done."""
+    """Carries questions and answers between the ranks of torch's default group. rank, size: of that
+    group, whose store leads the ranks to rank 0's store. The n-th channel of each rank belongs to
+    the n-th of every other. timeout: seconds for each answer. asks: whether rank 0 asks anything.
+    If it only tells how its calls have ended, that goes through the default group's store, which
+    outlives rank 0's part."""
 
     def __init__(self, rank: int, size: int, timeout: float, *, asks: bool) -> None:
         self.rank, self.size, self.timeout, self.asks = rank, size, timeout, asks
@@ -65,7 +67,8 @@ class Channel:
 
     @property
     def store(self) -> Any:
-        """A connection of this channel's own: waits in one thread do not hold up another's."""
+        """The channel's own connection to the store: a wait in one thread does not hold up
+        another's."""
         if self._store is None:
             if self.rank:
                 self._wait(default_store(), self._place, self.timeout, "rank 0 of the trainer has made no WeightSync")
@@ -77,7 +80,7 @@ class Channel:
     # Rank 0
 
     def begin(self, call: str, version: str) -> None:
-        """Opens a round for one call. Waits for nobody."""
+        """Opens a round for one call, without waiting for any rank."""
         while len(self._keys) >= self._kept:
             for key in self._keys.popleft():
                 self.store.delete_key(key)
@@ -86,19 +89,21 @@ class Channel:
         self._set(f"round {self.round}", f"{call} {version}".encode())
 
     def ask(self, what: str, body: Any = None) -> list[bytes]:
-        """The answers of ranks 1, 2, ... Raises the first fault, `SourceError` as soon as the process of a rank that is asked has ended, or
-        `TransportError` for a rank that does not answer in time."""
+        """Asks a question and returns the answers of ranks 1, 2, ... Raises the first fault,
+        `SourceError` as soon as the process of a rank that is asked has ended, or `TransportError`
+        for a rank that does not answer in time."""
         self.tell(what, body)
         return self.collect()
 
     def tell(self, what: str, body: Any = None) -> None:
-        """A question whose answers are collected later, if at all."""
+        """Sends a question whose answers are collected later, if at all."""
         self.turn += 1
         self._set(self._key(), encode(Question(what, raw(body))))
         self.what = what
 
     def end(self, outcome: Any) -> None:
-        """Closes the round. Where ranks were asked, waits a while until they have heard: the store ends with this process."""
+        """Closes the round. If ranks were asked, waits a while until they have heard, because the
+        store ends with this process."""
         self.tell("end", outcome)
         if self.asks:
             with suppress(InstepError):
@@ -125,7 +130,8 @@ class Channel:
         return [found[rank] for rank in sorted(found)]
 
     def miss(self, ranks: Collection[int], seconds: float = 0.0) -> None:
-        """Raises `SourceError` where the process of one of them has ended, or does within so many seconds, as far as can be seen here."""
+        """Raises `SourceError` if the process of one of `ranks` has ended or ends within `seconds`.
+        Processes that cannot be seen from here count as alive."""
         if gone := self.watch.gone(seconds) & set(ranks):
             raise SourceError(
                 f"trainer rank {min(gone)} of {self.size} is gone: its process has ended",
@@ -135,8 +141,9 @@ class Channel:
     # The other ranks
 
     def join(self, call: str, version: str) -> None:
-        """Finds the round for this call, after the last one that this rank took part in. Another call of rank 0's, which this rank
-        missed, is passed by; if rank 0 still waits there, it is told.
+        """Finds the round for this call, after the last one that this rank took part in. A call of
+        rank 0's that this rank missed is skipped; if rank 0 still waits for an answer to it, it
+        gets an error.
 
         version: empty where rank 0 alone knows it. Raises `TransportError` where rank 0 does not make this call in time.
         """
@@ -191,14 +198,15 @@ class Channel:
 
 
 class Patience:
-    """Looks often at first: most answers come soon. (A store's own `wait` writes warnings when it ends without a result.)"""
+    """Polls often at first, because most answers come soon. (A store's own `wait` writes warnings
+    when it ends without a result.)"""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
         self.pause = 0.0001
 
     def wait(self) -> bool:
-        """Sleeps a little. False when time is up."""
+        """Sleeps a little. Returns False when time is up."""
         time.sleep(self.pause)
         self.pause = min(1.1 * self.pause, 0.003)
         return time.monotonic() < self.end
@@ -215,12 +223,13 @@ def as_fault(error: Exception) -> Fault:
 
 
 def default_store() -> Any:
-    """The store through which torch's default group was made."""
+    """Returns the store through which torch's default group was made."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def own_address() -> str:
-    """The address of this process on the interface through which the ranks have found each other."""
+    """Returns this process's address on the interface through which the ranks have found each
+    other."""
     store = default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -41,7 +41,7 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def result(outcome: Outcome, version: str) -> Receipt:
-    """What rank 0 returned; raises what it raised."""
+    """Returns what rank 0 returned, or raises what it raised."""
     if outcome.receipt is not None:
         return outcome.receipt
     assert outcome.fault is not None
@@ -53,7 +53,8 @@ def result(outcome: Outcome, version: str) -> Receipt:
 
 
 class Follower:
-    """Of one `WeightSync`. module: None where every rank has all of it: then rank 0 alone reads its own, and asks nothing."""
+    """The role of a rank other than 0 in one `WeightSync`. module: None where every rank has all of
+    the model. Then rank 0 reads its own copy alone and asks nothing."""
 
     def __init__(self, channel: Channel, module: ShardedModule | None) -> None:
         self.channel = channel
@@ -90,7 +91,7 @@ class Follower:
         return Told(None if found is self.shared else found)
 
     def share(self, body: msgspec.Raw) -> None:
-        """Which of the tensors that this rank holds it is to give."""
+        """Notes which of the tensors that this rank holds it has to give."""
         tensors, parts = map(set, decode(body, list[tuple[list[str], list[str]]])[self.channel.rank])
         self.shared = described = self.module.describe()
         self.given = (
@@ -100,7 +101,7 @@ class Follower:
         self.runs = {True: self._run(described.parts, self.given[1])}
 
     def send(self, body: msgspec.Raw) -> None:
-        """The dtypes in which stretches will be asked for."""
+        """Notes the dtypes in which stretches will be asked for."""
         self.runs[False] = self._run(decode(body, list[TensorMeta]), self.given[0])
 
     def note(self, _: msgspec.Raw) -> None:

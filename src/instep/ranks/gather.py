@@ -1,4 +1,4 @@
-"""Stretches of a run brought together in rank 0, over a private group of the trainer's ranks.
+"""Gathers stretches of a run in rank 0, over a private group of the trainer's ranks.
 
 Rank 0 asks for a list of stretches and has them one after the other; every rank goes through the list in step with it, because what is sent
 is taken when there is room. The answer comes at the end of the list. What a rank gives of a stretch travels in slices, because it cannot
@@ -31,8 +31,8 @@ MOMENT = 5.0
 """Seconds to wait for the end of a process whose connection broke: the kernel closes connections first, long before on a busy host."""
 
 AHEAD, BESIDE = 256, 8
-"""How much may be asked of a device before it has done the first of it: copies, and what goes with each slice of them, to send and to wait.
-What a device takes is bounded; beyond that asking waits, without a deadline."""
+"""How much work a device's queue may hold: copies, and beside each slice of them what sends and
+waits. The queue is bounded: when it is full a launch blocks, without a deadline."""
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -60,10 +60,10 @@ class Meeting:
         self.group: Group | None = None
         self.room = torch.empty(0, dtype=torch.uint8)
         self.marks: deque[tuple[Callable[[], bool], int]] = deque()
-        """Moments that the device may not have come to, and how much was asked of it after each."""
+        """Points in the device's queue that it may not have reached, and how much is queued after each."""
 
     def ask_all(self, device: torch.device) -> None:
-        """Rank 0: makes the group where it is needed, with every rank in it."""
+        """Makes the group of all ranks if there is none. Called in rank 0."""
         if self.group is None or self.group.broken:
             join = Join(uuid.uuid4().hex, "nccl" if device.type == "cuda" else "gloo")
             self.channel.tell("join", join)
@@ -87,8 +87,8 @@ class Meeting:
 
     @contextmanager
     def engaged(self) -> Iterator[None]:
-        """While a list of stretches is under way. Where this rank leaves it early, everybody's waits end, and nothing that it has asked
-        for stays: it would keep a GPU waiting."""
+        """Context manager for the work on a list of stretches. If this rank leaves early, the waits
+        of all ranks end. Its queued work is aborted, because it would keep a GPU waiting."""
         try:
             yield
         except BaseException as error:
@@ -97,8 +97,9 @@ class Meeting:
             raise
 
     def pace(self, copies: int) -> None:
-        """Before so many copies are asked of the device: waits until few enough are ahead of them, or none where they are many. Each wait
-        has the whole time of an answer, because the one before it has shown progress. On a CPU copies are done when they return."""
+        """Waits before `copies` are queued on the device, until few enough are ahead of them; until
+        none is where `copies` is large. Each wait has the whole time of an answer, because the one
+        before it has shown progress. On a CPU copies are done when they return."""
         assert self.group is not None
         self.marks.append((self.group.mark(), copies + BESIDE))
         while len(self.marks) > 1 and sum(number for _, number in self.marks) > AHEAD:
@@ -108,7 +109,7 @@ class Meeting:
             self._reach(self.marks[0][0])
 
     def finish(self) -> None:
-        """Waits for all that was asked for."""
+        """Waits for all queued work."""
         self.pace(0)
         while self.marks:
             self._reach(self.marks.popleft()[0])
@@ -124,7 +125,7 @@ class Meeting:
         self.group.settle(reached)
 
     def end(self, reason: str) -> None:
-        """Ends everybody's waits in the group. May be called from another thread."""
+        """Ends the waits of every rank in the group. May be called from another thread."""
         if (group := self.group) is not None:
             group.give_up(reason)
 
@@ -136,7 +137,8 @@ class Meeting:
 
 
 def lists(stretches: Sequence[ByteRange], stop: Callable[[ByteRange], bool]) -> Iterator[list[ByteRange]]:
-    """All of them in their order. A list ends with each one for which `stop` holds."""
+    """Splits stretches into lists, in order. A list ends with each stretch for which `stop`
+    holds."""
     together: list[ByteRange] = []
     for stretch in stretches:
         together.append(stretch)
@@ -146,7 +148,7 @@ def lists(stretches: Sequence[ByteRange], stop: Callable[[ByteRange], bool]) -> 
 
 
 def give(meeting: Meeting, run: Run, memory: Memory, stretch: ByteRange) -> None:
-    """A rank that follows: sends what it gives of a stretch."""
+    """Sends what this rank gives of a stretch. Called in ranks other than 0."""
     group, rank = meeting.group, meeting.channel.rank
     assert group is not None
     for low, high in run.slices(rank, stretch.low, stretch.high, stretch.step):
@@ -162,8 +164,9 @@ def give(meeting: Meeting, run: Run, memory: Memory, stretch: ByteRange) -> None
 def take_all(
     meeting: Meeting, run: Run, memory: Memory, device: torch.device, stretches: Sequence[ByteRange], rooms: Iterator[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Rank 0: asks for stretches of `run`, one at least. Yields each, filled but for what no rank gives, in the next of `rooms`, which are
-    on `device`. When it yields the last one all ranks are done with the list: something else can be asked for."""
+    """Asks for stretches of `run`, one at least. Called in rank 0. Yields each one in the next of
+    `rooms`, which are on `device`, filled but for what no rank gives. When it yields the last one
+    all ranks are done with the list, so something else can be asked for."""
     meeting.ask_all(device)
     meeting.channel.tell("give", stretches)
     with meeting.engaged():
@@ -178,7 +181,8 @@ def take_all(
 
 
 def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch: ByteRange) -> None:
-    """Fills `room` with a stretch, as far as what the current stream does next can tell."""
+    """Fills `room` with a stretch. On a GPU the bytes are there for work that the current stream
+    gets next."""
     group = meeting.group
     assert group is not None
     meeting.pace(sum(1 for _ in run.parts(0, stretch.low, stretch.high)))
@@ -195,5 +199,5 @@ def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch
 
 
 def _in(room: torch.Tensor, meta: TensorMeta, part: Piece, at: int) -> torch.Tensor:
-    """Where a part lies among others that are sent together."""
+    """Returns the view of a part in a buffer of parts that are sent together."""
     return room[at : at + part.numel * ITEM_BYTES[meta.dtype]].view(getattr(torch, meta.dtype)).view(part.rows, part.row)

@@ -39,8 +39,8 @@ class Expose(msgspec.Struct, frozen=True):
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """What a rank shares. mark: equal for equal offers. offer: left out where it is known. unshared: tensors of which it cannot share its
-    parts as they lie."""
+    """What a rank shares. mark: a hash of the offer. offer: None where rank 0 has it already.
+    unshared: tensors whose parts this rank cannot share as they lie."""
 
     mark: str
     offer: Offer | None
@@ -49,7 +49,8 @@ class Shared(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Own:
-    """What a rank gives, good for as long as it lies where it lay. parts: those that others can read there."""
+    """What a rank gives, valid until one of its tensors moves. parts: those that other processes
+    can read in place."""
 
     tensors: list[TensorMeta]
     given: Sequence[Piece]
@@ -59,7 +60,7 @@ class Own:
 
 
 def look(given: Sequence[Piece], tensors: list[TensorMeta], local: Local, device: torch.device, last: Own | None) -> Own:
-    """Where what a rank gives lies now: `last`, if nothing has moved."""
+    """Works out where the pieces that a rank gives lie now. Returns `last` if nothing has moved."""
     found = {live: local(live) for live in dict.fromkeys(piece.live for piece in given)}
     places = {live: place_of(tensor) for live, tensor in found.items()}
     if last is not None and (last.places, last.given, last.tensors) == (places, given, tensors):
@@ -72,7 +73,7 @@ def look(given: Sequence[Piece], tensors: list[TensorMeta], local: Local, device
 
 
 class Sharing:
-    """A rank that follows."""
+    """The part of a rank other than 0."""
 
     def __init__(self) -> None:
         self.own: Own | None = None
@@ -80,7 +81,8 @@ class Sharing:
         self.mark = ""
 
     def expose(self, given: Sequence[Piece], wanted: Expose, local: Local, device: torch.device) -> Shared:
-        """Raises `TransportError` where the memory of this process cannot be shared."""
+        """Shares this rank's parts and starts to sum them up. Raises `TransportError` where the
+        memory of this process cannot be shared."""
         own = look(given, wanted.tensors, local, device, self.own)
         if self.exposed is None or own is not self.own:
             self.exposed = Exposed(own.parts, device, self.exposed.handles if self.exposed else {})
@@ -98,7 +100,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """A version as all ranks share it. staged: what is brought together in rank 0."""
+    """A version as all ranks share it. staged: tensors that are gathered in rank 0."""
 
     own: Own
     marks: list[str]
@@ -108,7 +110,7 @@ class _Laid:
 
 
 class SharedIpc(IpcTransport):
-    """Rank 0. Each rank has sums of its own, so workers cannot read them all."""
+    """The part of rank 0. Each rank sums up its own parts, so workers cannot read all sums."""
 
     late = False
 
@@ -122,7 +124,8 @@ class SharedIpc(IpcTransport):
         return super().why_not(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
 
     def publish(self, tensors: list[TensorMeta], _: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        """Of shards that have not moved since the last time only the digests are taken anew."""
+        """Publishes the version. If no shard has moved since the last time, only the digests are
+        taken anew."""
         source, channel, last = self.source, self.source.channel, self.laid
         run = source.run(tensors)
         channel.tell("expose", Expose(tensors, list(self.offers)))
@@ -143,7 +146,8 @@ class SharedIpc(IpcTransport):
 
     @asynccontextmanager
     async def serving(self, step: str) -> AsyncIterator[Sending]:
-        """Looks at the sums when engines are prepared: a rank that has died by then leaves them as they were."""
+        """Collects the sums at the end of `prepare`. If a rank has died by then, engines keep what
+        they serve."""
         yield self
         if step == "prepare":
             self.summed = self._summed()
@@ -151,7 +155,7 @@ class SharedIpc(IpcTransport):
                 self.source.check()
 
     def _summed(self) -> Published:
-        """Every rank has summed up its parts meanwhile."""
+        """Collects the sums of all ranks and returns the publication with digests."""
         assert self.laid is not None
         sums = self.laid.exposed.result()
         for answer in self.source.channel.collect():
@@ -188,7 +192,7 @@ def _without(offer: Offer, staged: Collection[str]) -> Offer:
 
 
 def _add(sums: PartSums, others: PartSums, staged: Collection[str]) -> None:
-    """What another rank found. Of tensors that are brought together in rank 0 it counts nothing."""
+    """Adds the sums of another rank. Tensors that are gathered in rank 0 are skipped."""
     for name, (part, flag) in others.items():
         if name not in staged:
             before, flagged = sums.get(name, (0, False))

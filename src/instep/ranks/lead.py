@@ -34,7 +34,8 @@ class RankedSource:
         self._made: dict[str, torch.Tensor] = {}
 
     def metadata(self) -> list[TensorMeta]:
-        """Raises `SourceError` where the ranks do not have the same tensors, or together not all of them once."""
+        """Describes the tensors of all ranks. Raises `SourceError` where ranks have different
+        tensors, or together do not hold every element exactly once."""
         self._made = {}
         self.channel.tell("describe")
         own = self.module.describe()
@@ -61,23 +62,24 @@ class RankedSource:
         self.channel.ask("share", names)
 
     def note(self) -> None:
-        """The first look of every rank at what it gives."""
+        """Has every rank take the first checksums of what it gives."""
         self.channel.tell("note")
         self.standing.note([*self.runs[False].given[0], *self.runs[True].given[0]])
         self.channel.collect()
 
     def check(self) -> None:
-        """The second one, when no rank reads any more. Raises `SourceError` where a rank finds something else."""
+        """Has every rank take the second checksums, when no rank reads any more. Raises
+        `SourceError` where a rank finds a difference."""
         self.channel.tell("check")
         self.standing.check()
         self.channel.collect()
 
     def run(self, tensors: list[TensorMeta]) -> Run:
-        """The tensors in the dtypes to send, each from the ranks that give it."""
+        """Returns the tensors in the dtypes to send, each from the ranks that give it."""
         return Run(tensors, self.runs[False].given)
 
     def value(self, name: str) -> torch.Tensor:
-        """A made tensor. The group that it belongs to is held until one of another group is asked for."""
+        """Returns a made tensor. Its group is held until a tensor of another group is asked for."""
         if name not in self._made:
             self._made = {}
             self._made = self.module.make(name, self._gathered)
@@ -95,12 +97,12 @@ class RankedSource:
         return found
 
     def _rooms(self, stretches: Sequence[ByteRange]) -> Iterator[torch.Tensor]:
-        """A new one for each, when it is needed."""
+        """Yields a new buffer for each stretch, when it is needed."""
         return (torch.empty(stretch.high - stretch.low, dtype=torch.uint8, device=self.device) for stretch in stretches)
 
     def fill(self, run: Run, device: torch.device, stretches: Sequence[ByteRange], rooms: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Brings stretches of `run` together, one after the other, each in the next of `rooms`, which are on `device`. Each is complete for
-        what the current stream does next.
+        """Gathers stretches of `run`, one after the other, each in the next of `rooms`, which are
+        on `device`. Each is complete for work that the current stream gets next.
 
         The ranks are asked for as many at once as possible: until something has to be made here, which asks them for its own parts.
         """
@@ -112,14 +114,15 @@ class RankedSource:
                 yield room
 
     def fill_made(self, run: Run, room: torch.Tensor, low: int, high: int) -> None:
-        """What no rank gives of bytes `low` to `high`, because it is made here."""
+        """Fills in the bytes from `low` to `high` that no rank gives, because rank 0 computes
+        them."""
         for name, first, last in self._made_within(run, low, high):
             data = self.value(name).to(getattr(torch, run.metas[name].dtype)).contiguous().reshape(-1).view(torch.uint8)
             at = run.offsets[name]
             room[first - low : last - low].copy_(data[first - at : last - at])
 
     def _made_within(self, run: Run, low: int, high: int) -> Iterator[tuple[str, int, int]]:
-        """Tensors that are made, and which bytes of the run each has between `low` and `high`."""
+        """Yields the made tensors, and which bytes of the run each has between `low` and `high`."""
         for name in self.descriptions[0].made:
             at = run.offsets[name]
             first, last = max(at, low), min(at + run.metas[name].nbytes, high)
@@ -127,7 +130,8 @@ class RankedSource:
                 yield name, first, last
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, gathered one by one: for transports that know no better."""
+        """Yields whole tensors, gathered one by one, for transports that cannot use `run` and
+        `fill`."""
         run = self.run(self.descriptions[0].tensors)
         self.note()
         self.channel.ask("send", run.tensors)
@@ -136,7 +140,7 @@ class RankedSource:
             yield name, room.view(getattr(torch, meta.dtype)).view(meta.shape)
 
     def again(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Nothing is gathered a second time: every rank looks at its own."""
+        """Checks that no rank's tensors have changed. Nothing is gathered a second time."""
         self.check()
         yield from ((name, None) for name in self.runs[False].metas)
 
@@ -155,7 +159,7 @@ class RankedSource:
 
     @property
     def made(self) -> frozenset[str]:
-        """Tensors that no rank has: `value` makes them."""
+        """The names of tensors that no rank has: `value` computes them."""
         return frozenset(self.descriptions[0].made)
 
     @property

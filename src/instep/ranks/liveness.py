@@ -1,4 +1,5 @@
-"""Whether the processes of other ranks are still there, as the kernel of their host knows it: nothing is asked of them."""
+"""Whether the processes of other ranks still run. The kernel of their host tells that, and the
+processes are not asked."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from instep.transport import host
 
 
 class Liveness(msgspec.Struct, frozen=True):
-    """A process: its host, on which others may know it by the number `pid` if they have the same `numbers`."""
+    """Identifies a process: its host, its PID namespace (`numbers`), and its number there."""
 
     host: str
     numbers: str
@@ -20,7 +21,7 @@ class Liveness(msgspec.Struct, frozen=True):
 
 
 def liveness() -> Liveness:
-    """What others know this process by."""
+    """Returns how other processes can identify this one."""
     numbers = ""
     with suppress(OSError):
         numbers = os.readlink("/proc/self/ns/pid")
@@ -28,15 +29,16 @@ def liveness() -> Liveness:
 
 
 class Watch:
-    """Watches processes that this one can see, each by its rank. Others, and all where the kernel gives no such handles, are
-    taken to be there."""
+    """Watches the processes of other ranks. A process on another host or in another PID namespace
+    counts as alive, and so do all where the kernel has no pidfd."""
 
     def __init__(self) -> None:
         self.files: dict[int, int] = {}
         self.ended: set[int] = set()
 
     def see(self, rank: int, other: Liveness) -> None:
-        """To be called soon after the process has said who it is, once or again."""
+        """Starts to watch a process. Call it soon after the process has reported itself, before its
+        number can be reused. A repeated call does nothing."""
         me = liveness()
         if rank not in self.files and (other.host, other.numbers) == (me.host, me.numbers) and hasattr(os, "pidfd_open"):
             try:
@@ -47,7 +49,8 @@ class Watch:
                 pass
 
     def gone(self, seconds: float = 0.0) -> set[int]:
-        """The ranks whose processes have ended. Waits up to `seconds` for the first, where this process can see any."""
+        """Returns the ranks whose processes have ended. Waits up to `seconds` for the first, if
+        this process can see any."""
         poll = select.poll()
         for file in self.files.values():
             poll.register(file, select.POLLIN)

@@ -26,14 +26,16 @@ from instep.transport.auto import AutoTransport
 
 
 class Lead:
-    """Has the engines, the source and the transport. channel: to ranks that follow, if there may be any."""
+    """The role of the rank that has the engines, the source and the transport. channel: to the
+    ranks that follow, if there may be any."""
 
     def __init__(self, source: Source, transport: AutoTransport, channel: Channel | None) -> None:
         self.source, self.transport, self.channel = source, transport, channel
 
     @asynccontextmanager
     async def leading(self, call: str, version: str, receipt: Callable[[], Receipt | None]) -> AsyncIterator[None]:
-        """Leads one call, in which all ranks take part and hear how it has ended. receipt: what was done, when it is over.
+        """Context manager for one call, in which all ranks take part and hear how it has ended.
+        receipt: returns the receipt once the call is over.
 
         Raises `TransportError` where a rank that is needed does not come in time.
         """
@@ -63,7 +65,7 @@ class Lead:
 
 
 def role(source: Any, config: Config, *, engines: bool) -> Lead | Follower:
-    """engines: whether this rank was given any.
+    """Makes this rank's part of a `WeightSync`. engines: whether this rank was given any.
 
     Raises `ConfigError` for a rank that leads without engines, and for settings that several ranks cannot have.
     """
@@ -86,7 +88,8 @@ def role(source: Any, config: Config, *, engines: bool) -> Lead | Follower:
 
 
 def ranks() -> tuple[int, int]:
-    """This process's rank in torch's default group and the group's size; (0, 0) without a group."""
+    """Returns this process's rank in torch's default group and the group's size; (0, 0) without a
+    group."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return 0, 0
     return torch.distributed.get_rank(), torch.distributed.get_world_size()

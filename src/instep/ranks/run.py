@@ -15,7 +15,7 @@ from instep.plan.shards import Piece, within
 from instep.protocol import ITEM_BYTES, TensorMeta
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers that stand for the bits of an element: a number that is none is not equal to itself."""
+"""Integer dtypes to compare bits with: a NaN is not equal to itself."""
 
 Memory = Callable[[str], torch.Tensor]
 """This rank's part of a live tensor, flat."""
@@ -23,7 +23,8 @@ Memory = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """given: by rank, in the order of the tensors. A rank that follows knows its own alone."""
+    """Tensors laid out one after the other. given: the pieces of each rank, in the order of the
+    tensors. A rank that follows knows its own pieces alone."""
 
     tensors: Sequence[TensorMeta]
     given: Mapping[int, Sequence[Piece]]
@@ -31,7 +32,7 @@ class Run:
     offsets: dict[str, int] = field(init=False)
     size: int = field(init=False)
     _ends: dict[int, list[int]] = field(init=False)
-    """By rank, where the tensor of each piece ends: no end is before the one in front of it."""
+    """By rank, where the tensor of each piece ends, in ascending order."""
     _gaps: list[tuple[int, int]] = field(init=False)
     """Bytes between tensors."""
 
@@ -46,7 +47,8 @@ class Run:
         object.__setattr__(self, "_ends", {rank: [ends[piece.tensor] for piece in pieces] for rank, pieces in self.given.items()})
 
     def stretches(self, names: Sequence[str]) -> Iterator[tuple[int, int, list[TensorMeta]]]:
-        """The bytes of these tensors, from where to where, with those that lie together in one."""
+        """Yields the byte ranges of these tensors, with the tensors in each. Adjacent tensors share
+        a range."""
         together: list[TensorMeta] = []
         for name in sorted(names, key=self.offsets.__getitem__):
             if together and self._end(together[-1]) < self.offsets[name]:
@@ -60,7 +62,7 @@ class Run:
         return self.offsets[meta.name] + padded(meta.nbytes)
 
     def parts(self, rank: int, low: int, high: int) -> Iterator[tuple[TensorMeta, Piece]]:
-        """What `rank` gives of bytes `low` to `high`, which cut no element in two."""
+        """Yields what `rank` gives of bytes `low` to `high`. The bounds cut no element in two."""
         for piece in islice(self.given[rank], bisect_right(self._ends[rank], low), None):
             meta, at = self.metas[piece.tensor], self.offsets[piece.tensor]
             if at >= high:
@@ -69,8 +71,9 @@ class Run:
             yield from ((meta, part) for part in within(piece, (max(low, at) - at) // size, (min(high, at + meta.nbytes) - at) // size))
 
     def packed(self, rank: int, low: int, high: int) -> Iterator[tuple[TensorMeta, Piece, int]]:
-        """What `rank` gives of bytes `low` to `high`, and at which byte each part begins when they are sent together: one after the other,
-        each at a multiple of its item size. Blocks of two tensors never overlap, so that all take at most `high - low` bytes."""
+        """Yields what `rank` gives of bytes `low` to `high`, with each part's offset when the parts
+        are sent together. Parts lie one after the other, each at a multiple of its item size.
+        Blocks of two tensors never overlap, so that all take at most `high - low` bytes."""
         at = 0
         for meta, part in self.parts(rank, low, high):
             size = ITEM_BYTES[meta.dtype]
@@ -79,11 +82,12 @@ class Run:
             at += part.numel * size
 
     def nbytes(self, rank: int, low: int, high: int) -> int:
-        """Bytes that these parts take when they are sent together."""
+        """Returns the size in bytes of these parts when they are sent together."""
         return max((at + part.numel * ITEM_BYTES[meta.dtype] for meta, part, at in self.packed(rank, low, high)), default=0)
 
     def slices(self, rank: int, low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
-        """Bytes `low` to `high`, halved until `rank` gives at most `step` bytes of each; those of which it gives nothing are left out.
+        """Halves bytes `low` to `high` until `rank` gives at most `step` bytes of each slice.
+        Slices of which it gives nothing are left out.
 
         step: ALIGN at least.
         """
@@ -96,19 +100,21 @@ class Run:
             yield low, high
 
     def spot(self, room: torch.Tensor, low: int, meta: TensorMeta, part: Piece) -> torch.Tensor:
-        """Where a part belongs in `room`, which is the run from byte `low` on."""
+        """Returns the view of a part in `room`, which is the run from byte `low` on."""
         size = ITEM_BYTES[meta.dtype]
         first = self.offsets[meta.name] + size * part.target - low
         flat = room[first : first + size * ((part.rows - 1) * part.target_stride + part.row)].view(getattr(torch, meta.dtype))
         return flat.as_strided((part.rows, part.row), (part.target_stride, 1))
 
     def put(self, rank: int, memory: Memory, room: torch.Tensor, low: int, high: int) -> None:
-        """Copies what `rank`, which is this one, gives of bytes `low` to `high` into `room`, cast to the dtypes of the tensors."""
+        """Copies what this rank gives of bytes `low` to `high` into `room`, cast to the dtypes of
+        the tensors. rank: this rank."""
         for meta, part in self.parts(rank, low, high):
             self.spot(room, low, meta, part).copy_(read(memory(part.live), part))
 
     def different(self, rank: int, memory: Memory, room: torch.Tensor) -> str | None:
-        """The first tensor of which `rank`, which is this one, has other bytes than `room`, which is the whole run."""
+        """Returns the first tensor whose bytes on this rank differ from `room`, which is the whole
+        run, or None. rank: this rank."""
         for meta, part in self.parts(rank, 0, self.size):
             there, own = self.spot(room, 0, meta, part), read(memory(part.live), part)
             bits = BITS[ITEM_BYTES[meta.dtype]]
@@ -117,7 +123,7 @@ class Run:
         return None
 
     def clear_gaps(self, room: torch.Tensor, low: int, high: int) -> None:
-        """Zeros between the tensors: digests count on them."""
+        """Writes zeros between the tensors, because digests count them."""
         for first, last in islice(self._gaps, bisect_right(self._gaps, low, key=itemgetter(1)), None):
             if first >= high:
                 return

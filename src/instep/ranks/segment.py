@@ -1,4 +1,5 @@
-"""A shared segment that every rank of a trainer writes to: each element goes straight from where it lies to its place in the version.
+"""A shared segment that every rank of a trainer writes to: each element is copied once, from its
+shard to its place in the version.
 
 Workers find whole tensors and need to know nothing of shards; the only memory beside the trainer's own is the segment, of which
 each rank fills as much as it gives. When all have written, each reads what it gave once more and compares (see `transport.again`).
@@ -24,28 +25,31 @@ from instep.transport.shm.segment import directory
 
 
 class Write(msgspec.Struct, frozen=True):
-    """Asks for what a rank gives of all tensors, to be written to the segment of this name in the dtypes that they have here."""
+    """Asks a rank to write what it gives to the segment of this name. tensors: all tensors, in the
+    dtypes to write."""
 
     segment: str
     tensors: list[TensorMeta]
 
 
 class Sums(msgspec.Struct, frozen=True):
-    """Inner sums of a stretch of blocks as 64-bit words, and of each dtype whether a block holds a number that is not finite."""
+    """Sums of a stretch of blocks as 64-bit words and, for each dtype, whether a block holds a
+    number that is not finite."""
 
     sums: bytes
     flags: dict[str, bytes]
 
 
 class Window:
-    """A rank's view of a segment that rank 0 has made. The mapping stays for as long as rank 0 uses the same memory again."""
+    """A rank's mapping of a segment that rank 0 has made. The mapping stays while rank 0 uses the
+    same memory again."""
 
     def __init__(self) -> None:
         self.file: tuple[int, int] | None = None
         self.view: Bytes = np.empty(0, np.uint8)
 
     def open(self, name: str, size: int) -> Bytes:
-        """Raises `TransportError` where this process cannot reach it."""
+        """Maps a segment. Raises `TransportError` where this process cannot open it."""
         try:
             file = os.open(directory() / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -70,13 +74,14 @@ def write(run: Run, rank: int, memory: Memory, view: Bytes) -> None:
 
 
 def compare(run: Run, rank: int, memory: Memory, view: Bytes) -> None:
-    """The second read of what `rank` has written, when all ranks have. Raises `SourceError` where it is something else by now."""
+    """Reads again what this rank has written, after all ranks have written. Raises `SourceError`
+    where it has changed."""
     if (name := run.different(rank, memory, torch.from_numpy(view))) is not None:
         raise SourceError.changed(name)
 
 
 def sum_up(view: Bytes, run: Run, rank: int, ranks: int) -> Sums:
-    """Sums up the part of a segment that falls to `rank`."""
+    """Sums up this rank's share of a segment."""
     blocks = run.size // BLOCK_BYTES
     data = view[rank * blocks // ranks * BLOCK_BYTES : (rank + 1) * blocks // ranks * BLOCK_BYTES]
     dtypes = sorted({meta.dtype for meta in run.metas.values()})
@@ -84,7 +89,7 @@ def sum_up(view: Bytes, run: Run, rank: int, ranks: int) -> Sums:
 
 
 def add_up(run: Run, found: Sequence[Sums]) -> Result:
-    """Digests and names of tensors that are not finite, from what every rank found."""
+    """Returns digests and the names of tensors that are not finite, from the sums of every rank."""
     own = list(run.metas.values())
     sums = np.frombuffer(b"".join(one.sums for one in found), np.uint64)
     flags = {dtype: np.frombuffer(b"".join(one.flags[dtype] for one in found), np.bool_) for dtype in found[0].flags}

@@ -1,4 +1,5 @@
-"""The transports of a trainer with several ranks: the same as for one, but for how a version is brought together."""
+"""The transports of a trainer with several ranks. They differ from those of one process in how a
+version is gathered."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from instep.transport.shm.segment import Segment
 
 
 class SharedShm(ShmTransport):
-    """Every rank writes its own elements into the segment. Nothing is gathered."""
+    """Shared memory: every rank writes its own elements into the segment, and nothing is
+    gathered."""
 
     def __init__(self, source: RankedSource) -> None:
         super().__init__()
@@ -50,14 +52,16 @@ class SharedShm(ShmTransport):
         return add_up(run, [own, *(decode(answer, Sums) for answer in channel.collect())])
 
     def _take_back(self, segment: Segment) -> None:
-        """A rank that is late may still write to it."""
+        """Closes the segment instead of keeping it, because a late rank may still write to it."""
         segment.close()
 
 
 class Gathering(BroadcastTransport):
-    """Each bucket is brought together in rank 0 before it is sent; while it travels, the next one is. A bucket is smaller than a trainer in
-    one process has it: so all that rank 0 holds, with what arrives at once from another rank, is less than two buckets of that size. What
-    arrives at once is so much that two ranks, which give about half each, need no more than one slice for a bucket.
+    """Broadcast: each bucket is gathered in rank 0 before it is sent, and while it travels the next
+    one is gathered. A bucket is smaller than that of a trainer in one process, so that all that
+    rank 0 holds, with a slice that arrives from another rank, is less than two buckets of that
+    size. A slice is so large that two ranks, which give about half each, need no more than one for
+    a bucket.
 
     whole: all are brought together first, which takes the memory of the model.
     """
@@ -93,13 +97,14 @@ class Gathering(BroadcastTransport):
         yield from (bucket.copy_(filled) for bucket, filled in zip(rooms, everything, strict=True))
 
     def _end_group(self, reason: str) -> None:
-        """The ranks are in the middle of a list of stretches, and rank 0 may wait for them and not for the engines."""
+        """Ends the gathering too: rank 0 may be waiting for the trainer's ranks and not for the
+        engines."""
         super()._end_group(reason)
         self.source.meeting.end(reason)
 
 
 class RankedTransport(AutoTransport):
-    """The choice for a trainer of several ranks."""
+    """Chooses a transport for a trainer of several ranks."""
 
     def __init__(self, only: str, timeout: float, source: RankedSource, *, whole: bool) -> None:
         every: dict[str, Transport] = {
