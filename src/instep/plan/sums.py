@@ -30,7 +30,7 @@ def add_up(told: Sequence[Told], theirs: Mapping[str, int]) -> bool:
     """
     wholes, parts = [one.wholes for one in told], [one.parts for one in told]
     left = theirs
-    if len(told) == 1:  # an engine is paused meanwhile, and most tensors are one region
+    if len(told) == 1:  # a shortcut, because an engine is paused meanwhile
         left = {name: total for name, total in theirs.items() if parts[0].get(name) != {0: total} or name in wholes[0]}
     return bool(theirs) and all(_adds_up(name, total, wholes, parts) for name, total in left.items())
 

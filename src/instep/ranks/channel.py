@@ -58,7 +58,7 @@ class Channel:
         self._served = None
         self._store = None if asks else PrefixStore(self._place, default_store())
         self._keys: deque[list[str]] = deque()  # of the last rounds
-        self._kept = 2 if asks else 64  # where nobody is asked, ranks may be behind
+        self._kept = 2 if asks else 64  # ranks that are not asked may be behind
         if asks and rank == 0:
             host = own_address()
             self._served = serve(host)
@@ -233,4 +233,4 @@ def own_address() -> str:
     store = default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return address_towards(getattr(store, "host", "127.0.0.1"))  # without a host it is a file
+    return address_towards(getattr(store, "host", "127.0.0.1"))  # a FileStore has no host

@@ -87,7 +87,7 @@ class Follower:
 
     def describe(self, _: msgspec.Raw) -> Told:
         found = self.module.describe()
-        at_rest(self.module.device)  # nothing is read before that
+        at_rest(self.module.device)  # before anything is read
         return Told(None if found is self.shared else found)
 
     def share(self, body: msgspec.Raw) -> None:

@@ -81,7 +81,7 @@ class Meeting:
     def buffer(self, size: int) -> torch.Tensor:
         assert self.group is not None
         if len(self.room) < size or self.room.device != self.group.device:
-            self.room = torch.empty(0, dtype=torch.uint8)  # let go of before
+            self.room = torch.empty(0, dtype=torch.uint8)  # frees the old buffer first
             self.room = torch.empty(size, dtype=torch.uint8, device=self.group.device)
         return self.room[:size]
 

@@ -45,7 +45,7 @@ class Lead:
             return
         try:
             channel.begin(call, version)
-            if isinstance(self.source, RankedSource):  # otherwise nobody is needed, and nobody need come
+            if isinstance(self.source, RankedSource):  # otherwise no other rank is needed
                 present = [decode(other, Liveness) for other in await to_the_end(lambda: asyncio.to_thread(channel.ask, "begin"))]
                 channel.spread = any(other.host != host() for other in present)
                 for rank, other in enumerate(present, 1):

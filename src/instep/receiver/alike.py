@@ -91,7 +91,7 @@ def alike(one: object, other: object) -> bool:
         return one.is_meta or torch.equal(_bits(one), _bits(other).to(one.device))
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes()
-    return one == other or repr(one) == repr(other)  # a NaN is as it was
+    return one == other or repr(one) == repr(other)  # so that a NaN equals itself
 
 
 def _pairs(live: nn.Module, fresh: nn.Module, stops: Container[int]) -> Iterator[tuple[str, object, object]]:
@@ -101,7 +101,7 @@ def _pairs(live: nn.Module, fresh: nn.Module, stops: Container[int]) -> Iterator
     stops: ids of modules, which have places of their own.
     """
     seen: set[tuple[int, int]] = set()
-    alive: list[object] = []  # so that no id is given twice
+    alive: list[object] = []  # so that no id is reused
     left = list(_both(dict(of_module(live)), dict(of_module(fresh)), ""))
     while left:
         way, one, other = left.pop()
@@ -112,7 +112,7 @@ def _pairs(live: nn.Module, fresh: nn.Module, stops: Container[int]) -> Iterator
         yield way, one, other
         try:
             left += _both(dict(children(one, stops)) if _same_type(one, other) else {}, dict(children(other, stops)), way)
-        except Exception:  # one that cannot be looked into
+        except Exception:  # the object cannot be inspected
             continue
 
 

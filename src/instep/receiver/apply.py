@@ -99,20 +99,20 @@ class Applier:
         self.unproved = dict(self.plan.reload_only)
         self._names = {route.tensor for route in self.plan.routes if route.tensor is not None}
         self._read_names: set[str] | None = None
-        self.reloaded = False  # in the last commit
+        self.reloaded = False  # whether the last commit ran a session
         self._copies: Copies | None = None
         self._watch: Copies | None = None
-        self._structure: Structure | None = None  # when the last layer was promoted
+        self._structure: Structure | None = None  # as of the last promotion
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
         copies = self.copies(look=arrival.once)
         watched = self._watched()
-        first = watched is not None and UNPROVED in self.reload.values()  # then nothing was judged yet
+        first = watched is not None and UNPROVED in self.reload.values()  # no layer was judged yet
         in_turn = arrival.once and first and not self.direct | self.rebuild | {*self.plan.unnoticed}
         tensors = arrival.move(copies, watched, in_turn=in_turn)
-        if not arrival.once and (now := self.copies()) is not copies:  # looked at while a GPU is at it
-            tensors = arrival.move(now, watched, in_turn=False)  # what was written instead is kept by nobody but `Copies`
+        if not arrival.once and (now := self.copies()) is not copies:  # checked while the GPU copies
+            tensors = arrival.move(now, watched, in_turn=False)  # only the old `Copies` holds what was written
         for layer in self.rebuild:
             self.rebuild_layer(layer, tensors)
         if self.rebuild:
@@ -122,7 +122,7 @@ class Applier:
         if not self.reload:
             return
         rehearsed = self._rehearse(arrival, watched) if first and watched else None
-        if in_turn and rehearsed:  # with the rehearsal's weights: the version's are gone once they are loaded
+        if in_turn and rehearsed:  # made-up weights: the version's are gone after loading
             self._compare(arrival, Scrambled(arrival.tensors_of(), self.host.device))
         self.session(tensors)
         if rehearsed:
@@ -206,7 +206,7 @@ class Applier:
         def fill(params: Tensors) -> None:
             named = {route.param: params[route.param.rpartition(".")[2]] for route in self.routes[layer]}
             for param in named.values() if layer in self.plan.unnoticed else ():
-                param.zero_()  # constants and padding: the trace has let no other ones through
+                param.zero_()  # constants and padding: the trace has refused all others
             copy_regions(self.routes[layer], named, tensors)
 
         if layer in self.routes:

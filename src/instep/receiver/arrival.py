@@ -119,7 +119,7 @@ class Pulled:
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         if copies.routes:
-            # What was mapped may lie elsewhere when it is mapped again.
+            # Memory that is mapped again may have another address.
             at = (self.address, *self.reader.bases, *self.in_one)
             if copies.worked_out is None or copies.worked_out[0] != at:
                 copies.worked_out = (at, Puller(copies, self.metas, self.reader, self.in_one))
@@ -159,7 +159,7 @@ class Pulled:
         return reads
 
     def settle(self) -> None:
-        self.theirs = self.reader.told()  # numbers and names, while the GPU is at it
+        self.theirs = self.reader.told()  # read while the GPU copies
         self.direct = self.puller.sums() if self.puller else {}
         torch.cuda.synchronize(self.reader.device)
 

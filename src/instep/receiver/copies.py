@@ -76,7 +76,7 @@ class Copies:
         return routes, frozenset(elsewhere)
 
     def _now(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are a class that intercepts every call: ten times slower
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameter class intercepts every call: ten times slower
             return [tensor.data_ptr() if (tensor := registry.get(leaf)) is not None else 0 for registry, leaf in self._slots]
 
 

@@ -143,7 +143,7 @@ class Look:
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, float | complex | np.generic):
-            return repr(value)  # a NaN is as it was
+            return repr(value)  # so that a NaN equals itself
         if type(value) in PLAIN:
             return value
         if isinstance(value, np.ndarray):
@@ -151,7 +151,7 @@ class Look:
         if isinstance(value, CONTAINERS):
             return (type(value).__name__, _plain(value)) if is_plain(value) else type(value).__name__
         if isinstance(value, BOUND):
-            return value.__name__  # made anew whenever it is asked for: what it is bound to counts
+            return value.__name__  # each access makes a new object: its `__self__` is compared instead
         return self._modules.get(id(value)) or Same(value)
 
     def _of_tensor(self, tensor: torch.Tensor) -> object:
@@ -246,7 +246,7 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 def _content(cell: Any) -> Iterator[object]:
     try:
         yield cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # an empty cell
         return
 
 

@@ -67,7 +67,7 @@ class _Comparison:
                 self.reads[layer].add(name)
         self.same: set[str] = set()
         self.unproved: dict[str, str] = {}
-        self.wrong: dict[str, str] = {}  # what of each layer
+        self.wrong: dict[str, str] = {}  # the wrong attribute of each layer
         self.harmless: set[Kind] = set()
         self.live = dict(host.model.named_parameters(remove_duplicate=False))
 
@@ -80,7 +80,7 @@ class _Comparison:
         if fresh is None:
             return Compared()
         again: list[Fresh] = []  # two more, made when something differs
-        for unit in fresh.units():  # all of them, also after one that differs: workers may do it together
+        for unit in fresh.units():  # all, even after a difference: loads may be collective
             try:
                 self._compare(fresh, unit, again)
             except Exception as error:

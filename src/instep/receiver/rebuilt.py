@@ -37,7 +37,7 @@ def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
     same = {layer for layer in same if _rebuilt(applier, layer, tensors)}
     applier.host.refresh()
     same = {layer for layer in same if _equal(before[layer], _computes(applier, layer))}
-    if len(same) < len(candidates):  # what the session has made is right, so it makes it again
+    if len(same) < len(candidates):  # the session's result is right: restore it
         for layer in (set(candidates) - same) & applier.routes.keys():  # a layer without routes keeps its reason
             applier.reload[layer] = "it is not the same when it is rebuilt"
         applier.session(tensors)
@@ -59,7 +59,7 @@ def _rebuilt(applier: Applier, layer: str, source: Tensors) -> bool:
     """Rebuilds a layer. Returns whether the engine's hook succeeded."""
     try:
         applier.rebuild_layer(layer, source)
-    except Exception:  # the session puts it right
+    except Exception:  # the next session repairs the layer
         return False
     return True
 

@@ -49,7 +49,7 @@ class Expected:
     def __init__(self, tensors: Sequence[TensorMeta]) -> None:
         self.shapes = _shapes(tensors)
         self.checked: Sequence[TensorMeta] | None = None  # the last list that was as expected
-        self.seeds: dict[str, int] = {}  # of its digests
+        self.seeds: dict[str, int] = {}  # of each tensor's digest
 
     def check(self, tensors: Sequence[TensorMeta]) -> None:
         """Raises `PlanError` where a manifest's tensors differ from the plan's. A dtype may differ:

@@ -50,7 +50,7 @@ class Serves:
         """Forgets the version, because something other than a push has changed its weights."""
         if self.version is not None:
             self.withdrawn = Withdrawn(self.version, why)
-        elif self.withdrawn is not None:  # the caller of what changed them, which says more
+        elif self.withdrawn is not None:  # a later, more precise reason
             self.withdrawn = Withdrawn(self.withdrawn.version, why)
         self.version, self.taken, self.last_error = None, None, why
 

@@ -60,7 +60,7 @@ from instep.transport.ways import open_location
 
 METHODS = get_args(Method)
 WRITES = ("trace", "reserve", "prepare", "commit", "accept")
-RESERVED = 60.0  # seconds, where no trainer has told its own
+RESERVED = 60.0  # seconds of a lease whose trainer has given none
 
 
 class Receiver(Serves):
@@ -138,7 +138,7 @@ class Receiver(Serves):
 
     def withdraw(self, why: str) -> None:
         super().withdraw(why)
-        self.applier = self.signature = None  # what was proved of layers was proved of other tensors
+        self.applier = self.signature = None  # the proof of layers held for other tensors
 
     def trace(self, request: Request) -> Any:
         wanted = decode(request.body, TraceRequest)
@@ -164,7 +164,7 @@ class Receiver(Serves):
         if isinstance(reader, Visible):
             return Arrival(done=False)
         assert self.prepared is not None
-        wait([self.prepared.arrival], 0.001)  # where nothing is moved before the commit it rarely takes longer, and need not be asked again
+        wait([self.prepared.arrival], 0.001)  # if nothing is moved before the commit this saves a call of `ready`
         return self.ready(request)
 
     def _prepare(self, session: str, wanted: PrepareRequest) -> Reader:
@@ -243,7 +243,7 @@ class Receiver(Serves):
         try:
             with torch.no_grad():
                 applier.apply(arrival)
-                sums = self.expected.sums(wanted.digests)  # this and what follows while a GPU is at it
+                sums = self.expected.sums(wanted.digests)  # this and the next line run while the GPU copies
                 layers, trusted, alike = applier.layers(), applier.trusted(), applier.alike()
                 arrival.settle()
                 applied = time.perf_counter()
@@ -293,7 +293,7 @@ class Receiver(Serves):
         if prepared is None:
             return True
         prepared.reader.stop()
-        wait([prepared.arrival])  # it reads these bytes
+        wait([prepared.arrival])  # its thread reads these bytes
         if prepared.reader.close():
             return True
         gc.collect()  # an exception's frames and modules' cycles may hold views for a while

@@ -55,9 +55,9 @@ def by_bucket(runs: Iterable[Run], size: int) -> Mapping[int, list[Run]]:
 class Scatter:
     """Copies out of buckets that stay at their addresses, for one plan.
 
-    watched: copies that are not made: what they bring is summed up, region by region. buckets: the memory of each, in order. All that the
-    GPU needs to know of them is brought to it here: that waits for what the current stream waits for, and once buckets are awaited that
-    may be a peer which has died. wholes: see `protocol.PrepareRequest`.
+    watched: copies that are not made; what they bring is summed up, region by region. buckets: the
+    memory of each bucket, in order. wholes: see `protocol.PrepareRequest`. All tables are copied to
+    the GPU here: later that would wait for the current stream, which may wait for a peer that died.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Streamed:
         self.theirs: dict[str, int] = {}
         self.read: list[int] = []
         self.aside: StreamedStateDict | None = None
-        reader.begin()  # nothing is written before it is known that all take part
+        reader.begin()  # nothing is written before all ranks take part
 
     def tensors_of(self) -> list[TensorMeta]:
         return self.manifest.tensors
@@ -136,7 +136,7 @@ class Streamed:
         kept = self._twice() if in_turn else self.scatter.aside
         self.aside = StreamedStateDict(self.scatter.metas, self.scatter.aside, kept, self._passing(ahead=not in_turn), self.reader.device)
         if in_turn:
-            self.aside.take()  # from here on nothing is under way unless somebody asks for it
+            self.aside.take()  # later buckets are received when the loader asks
         else:
             self._take_all()
         return self.aside
@@ -193,6 +193,6 @@ class Streamed:
     def forget(self) -> None:
         """Receives the remaining buckets even after a loader failed: other engines wait for the
         same ones."""
-        with suppress(Exception):  # told already
+        with suppress(Exception):  # the loader's error was reported already
             self._take_all()
         self.aside = None

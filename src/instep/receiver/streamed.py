@@ -1,9 +1,10 @@
 """Tensors of a version that passes by in buckets, put together for the engine's own loader.
 
-In the first commit, when nothing is written directly yet, that is the whole model. The loader asks for it in the order in which it comes:
-so a bucket is taken when something in it is asked for, and a tensor is let go when it has been handed over. It stays on the GPU, where
-there is room for it: the way to host memory and back takes many times as long as all else. Afterwards it is little or nothing, and put
-into host memory.
+In the first commit, when no layer is written directly yet, that is the whole model. The loader asks
+for tensors in the order in which they come. So a bucket is received when something in it is asked
+for, and a tensor is let go when it was handed over. Tensors stay on the GPU while there is room: a
+copy to host memory and back takes many times as long as all else. In later commits few tensors or
+none are left, and they are kept in host memory.
 """
 
 from __future__ import annotations

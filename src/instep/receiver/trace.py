@@ -50,9 +50,9 @@ def trace(host: Host, tensors: Sequence[TensorMeta]) -> WorkerPlan:
     real = [meta for meta in tensors if not meta.alias_of]
     live_owner = owners(host.model)
     plan = _watch(host, real, live_owner)
-    # Aliases are offered only to an engine that misses them: a loader that ties its head may not know the name.
+    # Aliases are offered only if parameters miss: a loader with a tied head may not know the name.
     if len(real) < len(tensors) and any(_unwritten(plan)):
-        with suppress(PlanError):  # it does not know them: what it misses is something else
+        with suppress(PlanError):  # the loader does not know aliases: it misses another tensor
             plan = _watch(host, tensors, live_owner)
     check_ties(host.model, plan, tensors)
     return plan
@@ -88,7 +88,7 @@ def _watch(host: Host, tensors: Sequence[TensorMeta], live_owner: dict[str, str]
             shape = next((list(meta.shape) for meta in tensors if meta.name == loading()), "")
             text = f"the engine's loader refuses {loading()} {shape}: {type(error).__name__}: {error}"
             raise PlanError(text, tensor=loading(), next_step=_advice(error)) from error
-        if watcher.refused is not None:  # also where the loader caught it
+        if watcher.refused is not None:  # even if the loader caught the error
             raise watcher.refused
         watcher.settle()
         return _plan(watcher, host, layout, live, live_owner)
@@ -129,7 +129,7 @@ def _plan(watcher: Watcher, host: Host, layout: Layout, live: Mapping[int, str],
         if name not in written and live_owner.get(name, name) != name:
             spare, why = tensor.numel(), f"the same tensor as {live_owner[name]}"
         params.append(ParamMeta(name, layer_of(name), dtype_name(tensor.dtype), tuple(tensor.shape), spare, why))
-    places: dict[tuple[type, str], bool] = {}  # one buffer stands for those of the same name in modules of one kind
+    places: dict[tuple[type, str], bool] = {}  # one buffer per class and name is tried
     for name, buffer in watcher.buffers.items():
         module, leaf = host.model.get_submodule(layer_of(name)), name.rpartition(".")[2]
         if name not in written and leaf in module._non_persistent_buffers_set:

@@ -27,8 +27,8 @@ Origin = tuple[str, Region]
 COMPUTED = ("", Region(0, (), ()))  # a scalar that is no element of a checkpoint tensor
 SAME_ELEMENTS = (aten.clone.default, aten._to_copy.default, aten.contiguous.default)
 COPIES = (aten.copy_.default, aten._foreach_copy_.default)
-NEW = (aten.lift_fresh.default, aten.lift.default)  # of memory that was filled unseen, as `torch.tensor` does
-LATE = "#"  # of a name that is not known yet
+NEW = (aten.lift_fresh.default, aten.lift.default)  # `torch.tensor` fills memory before the dispatcher sees it
+LATE = "#"  # prefix of a target whose parameter is not known yet
 LIVE = (
     "no engine was touched, and no other source helps: the loader of this model changes memory that the engine generates "
     "from. Start the engine from each checkpoint anew, or have the loader write to parameters and buffers of the model"
@@ -59,7 +59,7 @@ class Watcher(TorchDispatchMode):
         self.sources = {storage_of(tensor): name for name, tensor in offered.items()}
         self.copies: dict[int, Origin] = {}
         self.zeros: set[int] = set()  # checkpoint tensors that the loader has filled with zeros
-        self.made_of: dict[int, set[Origin]] = defaultdict(set)  # what is no copy
+        self.made_of: dict[int, set[Origin]] = defaultdict(set)  # storages that are no plain copies
         self.made: set[int] = set()
         self.alive: list[torch.Tensor] = list(offered.values())  # a freed storage's address could be given to another
         self.routes: list[Route] = []
@@ -182,7 +182,7 @@ class Watcher(TorchDispatchMode):
             if tensor.is_meta and (region := self._region(tensor)) is not None:
                 found.add(region)
             elif (storage := storage_of(tensor)) in self.copies:
-                found.add(self.copies[storage])  # all of it: it cannot be told which
+                found.add(self.copies[storage])  # all of the copy: the elements are not known
             else:
                 found |= self.made_of.get(storage, set())
         return found

@@ -77,7 +77,7 @@ def _with_aliases(saved: list[Saved], kept: Mapping[str, str]) -> list[Saved]:
         parts = tuple(kept[part] for part in one.parts)
         if parts == one.parts:
             result.append(one)
-        elif (original := by_origin.get((parts, one.view))) is not None:  # others `save_pretrained` leaves out
+        elif (original := by_origin.get((parts, one.view))) is not None:  # `save_pretrained` leaves out the others
             result.append(replace(one, meta=msgspec.structs.replace(one.meta, alias_of=original)))
     return result
 
@@ -113,7 +113,7 @@ def _kept_names(module: nn.Module, same: dict[str, Hashable]) -> dict[str, str]:
     if len(keepers) < len(same) and _is_pretrained(module):
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-        # The rule looks at memory alone: one element for each value says all it needs, and live memory is not cloned.
+        # The rule compares memory alone, so one element stands for each tensor and nothing is cloned.
         tokens = {value: torch.empty(1) for value in keepers}
         try:
             names = remove_tied_weights_from_state_dict({name: tokens[value] for name, value in same.items()}, module)

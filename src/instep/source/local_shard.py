@@ -56,7 +56,7 @@ def local_intervals(name: str, tensor: Any) -> list[list[Interval]] | None:
         if placement.is_partial():
             raise SourceError(f"{name} has placement {placement}: its values are still to be reduced", tensor=name)
         if not placement.is_replicate():
-            # PyTorch's own rule, on the indices of one dimension instead of the tensor.
+            # PyTorch splits the indices of one dimension as it would split the tensor.
             own = type(placement)(0, **_split_factor(placement))
             parts, _ = own._split_tensor(indices[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=False)
             indices[placement.dim] = parts[coordinate[mesh_dim]]

@@ -29,9 +29,9 @@ class MappingSource:
     """A mapping of checkpoint names to tensors, read anew at each call. Names and order are the mapping's own, without what
     `torch.compile`, activation checkpointing and FSDP put into the names of a state dict (`canonical`).
 
-    A dict holds all its values at once, so two that lie in the same memory are tied. Another mapping may make a value when it is
-    asked for, in memory that it uses for the next one too: there two are taken to be tied if the bytes agree as well, and both reads
-    of a push compare them.
+    A dict holds all its values at once, so two values in the same memory are tied. Another mapping
+    may make each value on access, in memory that it uses again. There two values count as tied if
+    their bytes agree too, and both reads of a push compare them.
 
     Raises `ConfigError` for names that are no strings and values that are no tensors, `SourceError` for tensors that cannot travel.
     """
@@ -40,7 +40,7 @@ class MappingSource:
         self._mapping = mapping
         self._read: list[TensorMeta] = []
         self._given: dict[str, str] = {}  # the mapping's own names
-        self._listed: Listed | None = None  # of which `_read` was made
+        self._listed: Listed | None = None  # the tensors that `_read` describes
         self.metadata()
 
     def metadata(self) -> list[TensorMeta]:
@@ -140,7 +140,7 @@ class ModuleSource:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._snapshot: Snapshot | None = None
-        self._made_of: list[int] = []  # checksums, when `tensors` began
+        self._made_of: list[int] = []  # checksums at the start of `tensors`
 
     def metadata(self) -> list[TensorMeta]:
         """Returns the same list for as long as the structure does not change."""

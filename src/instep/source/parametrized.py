@@ -57,7 +57,7 @@ def values(path: str, module: nn.Module, private: Callable[[], Any]) -> dict[str
 
 def _values(module: nn.Module, copy: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for part in copy.modules():
-        part.training = False  # spectral norms go a step further at every use in training
+        part.training = False  # in training mode each use changes a spectral norm's state
     for name in getattr(copy, PARAMETRIZATIONS) if parametrize.is_parametrized(module) else ():
         yield name, copy.parametrizations[name]().detach()
     for name, hook in _hooks(module):

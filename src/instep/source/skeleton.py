@@ -50,7 +50,7 @@ class Skeleton:
     def __init__(self, root: nn.Module) -> None:
         self.held: dict[int, LocalShard] = {}
         self._sharded = shards(root)
-        self._shapes: dict[Hashable, torch.Tensor] = {}  # by what is equal for tied tensors
+        self._shapes: dict[Hashable, torch.Tensor] = {}  # by a key that tied tensors share
         self._twins: dict[int, nn.Module] = {}
         self.module = self._twin(root)
         found = [*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False)]

@@ -43,7 +43,7 @@ def modules(root: nn.Module, metadata: Callable[[nn.Module], list[TensorMeta]]) 
         for child in level:
             try:
                 found.append(_inside(child, paths[id(child)], metadata(child)))
-            except InstepError:  # it is none that can be pushed
+            except InstepError:  # this module cannot be pushed
                 continue
         yield found
 

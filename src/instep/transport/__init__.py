@@ -49,7 +49,7 @@ class Published:
     non_finite: tuple[str, ...] = field(default=())
     """Tensors with a NaN or an infinity. They are sent all the same."""
     launch: int = 0
-    """Where workers can read the sums by themselves: which ones (see `ipc.export.Exposed`)."""
+    """The launch whose sums workers read by themselves (see `ipc.export.Exposed`), or 0."""
 
 
 Read = Callable[[], Iterator[tuple[str, torch.Tensor]]]

@@ -29,7 +29,7 @@ class _Refused:
 
     reason: str
     times: int = 0
-    skipped: int = 0  # pushes that are to go without it
+    skipped: int = 0  # how many more pushes go without it
 
     def once_more(self, reason: str) -> None:
         self.reason, self.skipped = reason, min(2**self.times - 1, SKIPPED)
@@ -51,7 +51,7 @@ class AutoTransport:
         every = every or {name: ends.publish(timeout) for name, ends in TRANSPORTS.items()}
         self.candidates = {name: every[name] for name in every if only in ("auto", name)}
         self.refused: dict[str, _Refused] = {}
-        self.left_out: set[str] = set()  # of the push that is under way
+        self.left_out: set[str] = set()  # in this push
         self.used: Transport | None = None
         self.told: str | None = None
         self.against = ""

@@ -65,9 +65,10 @@ class DeviceTally:
     """Computes digests of buckets on a GPU, and fills the buckets too. rooms: where the buckets
     lie, in turn.
 
-    Tables are made before anything is sent or after all of it: bringing one to the GPU waits for what the current stream waits for, such as
-    a peer that has died. So what lies where the version before lay is moved and summed up by one launch for each bucket; the rest is
-    copied tensor by tensor, and read again for its sum.
+    Tables are made before anything is sent or after all of it. Copying one to the GPU waits for the
+    current stream, which may wait for a peer that has died. So tensors that have not moved since
+    the last version are copied and summed up by one launch per bucket. The others are copied one by
+    one, and read again for their sums.
     """
 
     def __init__(self, tensors: Sequence[TensorMeta], limit: int, rooms: Sequence[torch.Tensor]) -> None:
@@ -81,7 +82,7 @@ class DeviceTally:
         self.moved: list[list[Table]] = [[] for _ in self.pieces]
         self.found: dict[str, int] = {}  # the same in the version that is packed now
         self.used: dict[int, list[Table]] = {}
-        self.place: Hashable = None  # of `places`, where all tensors are among them; `packed` of `found`
+        self.place: Hashable = None  # `Placed.place` of `places` if complete; `packed`: of `found`
         self.packed: Hashable = None
         self.board = torch.zeros(2 * len(self.own), dtype=torch.int64, device=rooms[0].device)  # sums, then how many flags there are
 
@@ -116,7 +117,7 @@ class DeviceTally:
                     table.launch()
             yield bucket
             held = {piece.meta.name: held[piece.meta.name] for piece in here if piece.stop < piece.meta.nbytes}
-        next(given, None)  # there may be more than is described
+        next(given, None)  # raises if the source gives more than it describes
         self.packed = values.place if len(self.found) == len(self.own) else None
 
     def _pack_again(self, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -191,7 +192,7 @@ class First:
             return
         self.place, last, self.tables = None, self.tables, []
         held: list[tuple[TensorMeta, torch.Tensor]] = []
-        in_place = True  # copies that were made to be read are stale in the next version
+        in_place = True  # a copy would be stale in the next version
         for meta, value in described(self.own, values.read()):
             held.append((meta, as_words(value.to(getattr(torch, meta.dtype)))))
             in_place &= held[-1][1].data_ptr() == value.data_ptr()

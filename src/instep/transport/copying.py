@@ -23,7 +23,7 @@ from instep.transport.parts import whole
 
 BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
 
-_memcmp = ctypes.CDLL(None).memcmp  # lets other threads run, and makes no array of answers
+_memcmp = ctypes.CDLL(None).memcmp  # releases the GIL, and allocates nothing
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 

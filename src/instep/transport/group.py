@@ -64,7 +64,7 @@ class Group:
         self._looked, self._met = 0.0, ""
         try:
             self.store.set(f"settings {rank}", os.environ.get(CUMEM, "unset"))
-            self.meet("group")  # before any backend waits: the backends' own waits cannot be ended
+            self.meet("group")  # before the backend waits, because its waits cannot be ended
             self._group = BACKENDS[backend](self.store, rank, size, store.host, timeout, device)
             first = torch.zeros(1, dtype=torch.uint8, device=device)
             self.wait(self.broadcast(first))  # NCCL connects with its first collective: here, where a deadline is kept
@@ -98,7 +98,7 @@ class Group:
                 raise self.end("deadline", TransportError(f"rank {missing} of {self.size} did not come within {patience:g} s"))
             self.look()
             time.sleep(0.0003)
-        if self._met:  # whoever is here has left the place before
+        if self._met:  # every rank has left the last place
             self.store.delete_key(self._met)
         self._met = f"{place} {self.rank}"
 
@@ -202,7 +202,7 @@ class Group:
     def end(self, what: str, error: BaseException) -> TransportError:
         """Ends the waits of every rank and returns the error to raise."""
         if isinstance(error, TransportError) and self.broken:
-            return error  # told already
+            return error  # reported already
         text = f"{self.backend} group, rank {self.rank} of {self.size}: {what}: {first_line(error)}"
         self.give_up(text)
         self.close()

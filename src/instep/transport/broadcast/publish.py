@@ -68,7 +68,7 @@ class BroadcastTransport:
         self.waiting: tuple[list[TensorMeta], Placed] | None = None
         self.sent: Future[Result] = Future()
         self.running: Future[Any] | None = None
-        self.under_way = 0  # steps of engines
+        self.under_way = 0  # how many engines' steps
 
     def prefetch(self) -> None: ...
 
@@ -185,7 +185,7 @@ class BroadcastTransport:
                     self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
                 if step == self.way.step:
                     sent = self._send(self.group)
-                    if isinstance(sent, InstepError):  # the group is sound
+                    if isinstance(sent, InstepError):  # the group can be used again
                         self.sent.set_exception(sent)
                         return sent
                     self.sent.set_result(sent)

@@ -1,4 +1,4 @@
-"""What one process of a trainer shares of its GPU memory over CUDA IPC: parts of tensors, where they lie."""
+"""Shares GPU memory of one trainer process over CUDA IPC: parts of tensors, in place."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Exposed:
     """Parts of tensors on one GPU of this process, shared until one of them moves. The object keeps
     their memory alive.
 
-    launches: how often they were summed up. The number is also the first word of a board on the GPU, as soon as the sums behind it, in the
-    order of `offer.places`, are those of that time. Who may read the parts may read the board: nobody has to wait for this process.
+    launches: how often the parts were summed up. The same number is the first word of a board on
+    the GPU, written after the sums of that launch, which follow in the order of `offer.places`.
+    Workers that map the parts can read the board, so none has to wait for this process.
 
     known: handles of allocations, by base address. Raises `TransportError` where memory cannot be shared.
     """
