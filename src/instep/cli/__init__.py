@@ -33,7 +33,7 @@ COMMANDS = ("demo", "doctor", "plan", "serve", "push", "status", "watch", "verif
 
 
 def app() -> App:
-    """The command line as cyclopts sees it. Raises `ModuleNotFoundError` without cyclopts."""
+    """Makes the command line for cyclopts. Raises `ModuleNotFoundError` without cyclopts."""
     from cyclopts import App, Parameter
 
     root = App(
@@ -51,7 +51,7 @@ def app() -> App:
 
 
 def docstring(command: str) -> str | None:
-    """What a command says of itself, read without the packages that it imports."""
+    """Returns a command's docstring, read without importing the command's packages."""
     module = ast.parse(Path(__file__).with_name(f"{command}.py").read_text())
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     return ast.get_docstring(next(node for node in functions if node.name == command))
@@ -66,7 +66,8 @@ def exit_code(error: InstepError) -> int:
 
 
 def missing(error: ImportError) -> str | None:
-    """What to install where a command lacks a package of an extra; None for any other error."""
+    """Returns what to install for a command that lacks a package of an extra; None for any other
+    error."""
     cause = error.__cause__  # cyclopts wraps errors of a command's own file
     package = extras.missing_package(cause if isinstance(cause, ImportError) else error)
     return f"MissingExtra: {extras.missing('this command', package)}" if package else None
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def finished(root: App) -> int:
-    """The exit code of the command that the arguments name.
+    """Runs the command that the arguments name. Returns its exit code.
 
     Ends the process where nobody reads its output any more.
     """

@@ -1,4 +1,5 @@
-"""What commands take that compare or push: a checkpoint, which is a directory, a file or a Hub id, and the URLs of servers."""
+"""Arguments of commands that compare or push: a checkpoint, which is a directory, a file or a
+Hub id, and URLs of servers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ AGAIN = "`instep status URL` says what each server serves: restart those that ar
 
 
 class Checkpoint(CheckpointSource):
-    """A checkpoint with the forward of its model in transformers, which is loaded when it is asked for a score."""
+    """A checkpoint that can also score tokens. Its model is loaded in transformers for the first
+    score."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -52,7 +54,8 @@ class Checkpoint(CheckpointSource):
 
 
 def connected(urls: Sequence[str]) -> list[Engine]:
-    """The servers' engines. Raises `ConfigError` for a URL that is none, and for one that is listed twice."""
+    """Returns the servers' engines. Raises `ConfigError` for an invalid URL, and for one that is
+    listed twice."""
     engines = [connect(url) for url in urls]
     if len({engine.name for engine in engines}) < len(engines):
         raise ConfigError("an engine is listed twice")
@@ -60,12 +63,13 @@ def connected(urls: Sequence[str]) -> list[Engine]:
 
 
 def version_of(folder: Path) -> str:
-    """The directory's name, without what a version cannot have: of a Hub id the revision."""
+    """Returns the directory's name without characters that a version cannot have. For a Hub id
+    this is the revision."""
     text = re.sub(r"[^\x21-\x7e]+", "-", folder.resolve().name)[:128]
     return text if VERSION.fullmatch(text) else "checkpoint"
 
 
 def advise(error: InstepError) -> None:
-    """Puts a next step that a command line can take in the place of one with calls of a `WeightSync`."""
+    """Replaces a next step with calls of a `WeightSync` by one for the command line."""
     if "sync." in (error.next_step or ""):
         error.next_step = AGAIN

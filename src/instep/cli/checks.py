@@ -1,4 +1,5 @@
-"""What `instep doctor` looks at. Each function is one check and returns one finding; none needs another to have run."""
+"""The checks of `instep doctor`. Each function makes one check and returns one finding; none
+depends on another."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Finding:
 
 
 def distribution_version(*names: str) -> str | None:
-    """Version of the first of these distributions that is installed."""
+    """Returns the version of the first of these distributions that is installed; None if none
+    is."""
     for name in names:
         try:
             return version(name)
@@ -52,7 +54,7 @@ def python() -> Finding:
 
 
 def packages() -> Finding:
-    """The four that the core needs."""
+    """Checks the four packages that the core needs."""
     found = {name: distribution_version(name) for name in ("torch", "msgspec", "numpy", "xxhash")}
     missing = [name for name, number in found.items() if number is None]
     text = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
@@ -73,7 +75,8 @@ def transformers() -> Finding:
 
 
 def companions() -> Finding:
-    """Builds of torchvision and the like for CUDA cannot be loaded beside the CPU build of torch, and transformers loads them."""
+    """Checks torchvision and the like: builds for CUDA cannot be loaded beside the CPU build of
+    torch, and transformers loads them."""
     torch = distribution_version("torch") or ""
     found = {name: distribution_version(name) for name in ("torchvision", "torchaudio", "torchcodec")}
     wrong = [name for name, number in found.items() if number is not None and "+cpu" not in number]
@@ -106,7 +109,8 @@ def httpx() -> Finding:
 
 
 def demo() -> Finding:
-    """Whether what `instep demo` needs can be imported: what is installed may not work here."""
+    """Checks whether the packages that `instep demo` needs can be imported. An installed one may
+    still fail here."""
     lacking: list[str] = []
     broken: list[str] = []
     for package in extras.packages("demo"):
@@ -130,7 +134,8 @@ def demo() -> Finding:
 
 
 def compiler() -> Finding:
-    """vLLM on CPU compiles a few small functions at the first generation, and dies where it cannot."""
+    """Checks for a C++ compiler: vLLM on CPU compiles small functions at the first generation,
+    and dies without one."""
     name = os.environ.get("CXX", "clang++" if platform.system() == "Darwin" else "g++")
     found = shutil.which(name)
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
@@ -142,7 +147,8 @@ def compiler() -> Finding:
 
 
 def worker_extension() -> Finding:
-    """vLLM imports this class in each of its workers by name."""
+    """Checks that the worker extension can be imported, as vLLM does by name in each of its
+    workers."""
     try:
         module, name = EXTENSION.rsplit(".", 1)
         getattr(import_module(module), name)
@@ -152,7 +158,7 @@ def worker_extension() -> Finding:
 
 
 def plugins() -> Finding:
-    """`VLLM_PLUGINS` is a list of the only plug-ins that vLLM loads."""
+    """Checks `VLLM_PLUGINS`: if set, vLLM loads only the plug-ins that it lists."""
     ours = {entry.name for entry in entry_points(group="vllm.general_plugins") if entry.value.startswith("instep.")}
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is None:
@@ -200,7 +206,7 @@ def cores() -> Finding:
 
 
 def gpus() -> Finding:
-    """Names, and whether each GPU can read the others' memory."""
+    """Lists the GPUs, and the pairs in which one cannot read the other's memory."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -213,7 +219,8 @@ def gpus() -> Finding:
 
 
 def nccl() -> Finding:
-    """What the transport `nccl` needs, and the settings that trainer and engines must share."""
+    """Checks what the transport `nccl` needs, and lists the settings that trainer and engines
+    must share."""
     import torch
     from torch import distributed
 
@@ -236,7 +243,7 @@ SANDBOXES = {
 
 
 def sandbox() -> Finding:
-    """What keeps the programs of `PythonTool` and `CodeTests`; tried with one."""
+    """Checks the sandbox of `PythonTool` and `CodeTests` by running a program."""
     from instep.generation.sandbox import level, reasons
     from instep.generation.sandbox.kept import advice
 
@@ -255,7 +262,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def run(check: Callable[[], Finding]) -> Finding:
-    """A check that raises is a finding too: the others still run."""
+    """Runs a check. An error becomes a finding, so that the other checks still run."""
     try:
         return check()
     except (ImportError, OSError, InstepError) as error:

@@ -59,7 +59,8 @@ def line(finding: Finding) -> Text:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Engines and their child processes print to file descriptor 1, which belongs to the result."""
+    """Sends file descriptor 1 to stderr while it lasts: engines and their child processes print
+    there, and stdout belongs to the result."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Models by name: a directory, a file, or what the Hub has."""
+"""Finds models by name: a directory, a file, or a model of the Hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ LOOKUP = 10.0
 
 
 def found(model: str, files: Sequence[str] = FILES) -> Path:
-    """The directory or file, or what the Hub's cache has of a Hub id, downloaded where it lacks it.
+    """Returns the path of a directory, a file, or a Hub id in the Hub's cache, which is
+    downloaded if missing.
 
     Raises `ConfigError` where there is nothing of that name.
     """
@@ -43,7 +44,7 @@ def found(model: str, files: Sequence[str] = FILES) -> Path:
 
 
 def in_cache(model: str) -> bool:
-    """Whether huggingface_hub's cache has the config of a Hub id. Nobody is asked."""
+    """Whether huggingface_hub's cache has the config of a Hub id. No server is asked."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,4 +1,5 @@
-"""What a plan and the receipts of its pushes say of each layer, equal layers as one row: pure functions, and the tables of them."""
+"""Groups the layers of a plan and its pushes' receipts into rows, equal layers in one row, and
+makes tables of them. Pure functions."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def rows(plan: Plan, receipt: EngineReceipt) -> list[Row]:
-    """One row for each kind of layer, in the order of the engine's parameters; layers without parameters of their own come last."""
+    """Returns one row for each kind of layer, in the order of the engine's parameters. Layers
+    without parameters of their own come last."""
     params: dict[str, dict[int, list[ParamMeta]]] = defaultdict(lambda: defaultdict(list))
     routes: Counter[str] = Counter()
     for rank, worker in enumerate(plan.workers):
@@ -92,7 +94,7 @@ def rows(plan: Plan, receipt: EngineReceipt) -> list[Row]:
 
 
 def together(names: Sequence[str]) -> str:
-    """One name for names that differ in their numbers alone: `layers.0..2,5.mlp`."""
+    """Returns one name for names that differ only in their numbers: `layers.0..2,5.mlp`."""
     columns = zip(*(map(int, NUMBER.findall(name)) for name in names), strict=True)
     spans = iter([_spans(sorted(set(column))) for column in columns])
     return NUMBER.sub(lambda _: next(spans), names[0])
@@ -105,7 +107,8 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def alike(texts: Mapping[str, str]) -> dict[str, str]:
-    """Texts by name, names that differ in their numbers alone and have the same text drawn together."""
+    """Merges names that differ only in their numbers and have the same text. Returns the texts
+    by name."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, text in texts.items():
         groups[NUMBER.sub("*", name), NUMBER.sub("*", text)].append(name)
@@ -113,7 +116,7 @@ def alike(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def timed(receipt: Receipt) -> Timed:
-    """The times of a push to one engine."""
+    """Returns the times of a push to one engine."""
     return Timed(receipt.seconds, receipt.engines[0].apply, receipt.pause)
 
 
@@ -133,7 +136,7 @@ def _nbytes(param: ParamMeta) -> int:
 
 
 def tables(report: Report) -> Group:
-    """Tables for a terminal."""
+    """Makes tables for a terminal."""
     head = f"{report.model} into {report.engine}: {size(report.nbytes)} in {report.tensors} tensors"
     transport = f"transport {report.transport}" + (f": {report.why}" if report.why else "")
     notes = [f"{name} is kept: {why}" for name, why in report.kept.items()]

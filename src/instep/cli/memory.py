@@ -1,5 +1,5 @@
-"""How much memory this process and its children may still take: what the machine has, and what each
-control group around this process leaves of it."""
+"""Measures the memory that this process and its children may still take: that of the machine,
+and of each control group around this process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TWO = ("memory.max", "memory.current", "inactive_file")
 
 
 class Free(NamedTuple):
-    """nbytes: may still be taken. limit: what says so."""
+    """Memory that may still be taken. nbytes: its size. limit: what sets this bound."""
 
     nbytes: int
     limit: str
 
 
 def free(root: Path = Path("/")) -> Free | None:
-    """The least of all that limits. None where the system tells nothing, as on macOS."""
+    """Returns the tightest bound. None if the system tells nothing, as on macOS."""
     return min((*_machine(root), *_groups(root)), default=None)
 
 
@@ -33,7 +33,8 @@ def _machine(root: Path) -> Iterator[Free]:
 
 
 def _groups(root: Path) -> Iterator[Free]:
-    """Both versions of control groups. A container sees none above its own, which is at the top."""
+    """Yields the bounds of control groups, version 1 and 2. In a container, the topmost group
+    that it sees is its own."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

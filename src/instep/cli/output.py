@@ -1,4 +1,4 @@
-"""Where commands write their results, and how one ends whose reader has left."""
+"""Output of commands, and how a command ends when nobody reads its output any more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NO_TERMINAL_WIDTH = 240
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends what is within as Ctrl-C does: what it has started ends, what it pushes to goes on."""
+    """Makes SIGTERM act like Ctrl-C in this block: processes that it started end, engines that
+    it pushes to go on."""
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
@@ -27,14 +28,16 @@ def terminable() -> Iterator[None]:
 
 
 def console() -> Console:
-    """A console for results on stdout, as wide as they are where that is no terminal."""
+    """Returns a console for results on stdout. If stdout is no terminal, lines are not cut to a
+    terminal's width."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
 
 
 def outputs() -> list[int]:
-    """Descriptors of what stdout and stderr are now: rich replaces one whose reader has left."""
+    """Returns duplicates of stdout and stderr as they are now: rich replaces one whose reader
+    has left."""
     found = []
     for descriptor in (1, 2):
         with suppress(OSError):  # it was closed when this process started
@@ -43,7 +46,7 @@ def outputs() -> list[int]:
 
 
 def reader_left(descriptors: Iterable[int]) -> bool:
-    """Whether nobody reads one of them any more, as after `instep doctor | head -1`."""
+    """Whether the reader of one of them has left, as after `instep doctor | head -1`."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, 0)
@@ -51,7 +54,7 @@ def reader_left(descriptors: Iterable[int]) -> bool:
 
 
 def end_by_sigpipe() -> NoReturn:
-    """Ends this process without a word, by the signal that ends other Unix tools: a shell sees 141."""
+    """Ends this process silently by SIGPIPE, as other Unix tools do: a shell sees 141."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still holds back
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)

@@ -64,7 +64,8 @@ def plan(model: str | None = None, /, *, tp: int = 1, shapes: ShapesName | None 
 
 
 def described(model: str, scratch: Path) -> Path:
-    """A directory with the model's config: its own, or one with the config from the Hub alone. Raises `ConfigError` where there is none."""
+    """Returns a directory with the model's config. For a Hub id, it holds the Hub's config
+    alone. Raises `ConfigError` if there is none."""
     if Path(model).is_dir():
         return Path(model)
     config = found(model, ["config.json"]) / "config.json"
@@ -75,7 +76,8 @@ def described(model: str, scratch: Path) -> Path:
 
 
 def tried(name: str, folder: Path, tp: int) -> Report:
-    """Two pushes with changed weights between them. Raises what the pushes raise, and `ConfigError` where vLLM does not start."""
+    """Makes two pushes with changed weights between them. Raises what the pushes raise, and
+    `ConfigError` if vLLM does not start."""
     gpus = torch.cuda.device_count()
     if gpus and gpus < tp:
         raise ConfigError(f"tp={tp} needs as many GPUs, this machine has {gpus}")
@@ -113,19 +115,21 @@ def tried(name: str, folder: Path, tp: int) -> Report:
 
 
 def converted(sent: Mapping[str, str], stored: Mapping[str, str]) -> dict[str, str]:
-    """What becomes of tensors that the engine stores in another dtype, as `float32 to bfloat16`."""
+    """Returns the tensors that the engine stores in another dtype, with texts such as `float32
+    to bfloat16`."""
     return alike({tensor: f"{sent[tensor]} to {dtype}" for tensor, dtype in stored.items()})
 
 
 def check_vllm() -> None:
-    """Raises `ConfigError` where vLLM is not installed."""
+    """Raises `ConfigError` if vLLM is not installed."""
     if not find_spec("vllm"):
         text = "plan asks vLLM's own loader, and vLLM is not installed"
         raise ConfigError(text, next_step='pip install "instep[vllm]"')
 
 
 def trainer(folder: Path, device: str) -> Any:
-    """What a trainer has, with random weights: the tensors that the directory's files name, or else a model of transformers."""
+    """Returns a trainer's random weights: the tensors that the directory's files name, or else a
+    model of transformers."""
     if any(folder.glob("*.safetensors")):
         from instep.source.checkpoint import CheckpointSource
 
@@ -149,7 +153,7 @@ def tensors_of(weights: Any) -> list[torch.Tensor]:
 
 
 def change(tensors: Iterable[torch.Tensor]) -> None:
-    """What an optimizer's step does: every weight changes."""
+    """Changes every weight, as an optimizer's step does."""
     with torch.no_grad():
         for tensor in tensors:
             if tensor.is_floating_point() and tensor.itemsize == 1:
@@ -160,7 +164,8 @@ def change(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def running(folder: Path, gpu: int | None, nbytes: int, tp: int) -> Iterator[Any]:
-    """A vLLM with random weights of its own. Raises `ConfigError` where it does not start."""
+    """Starts a vLLM with random weights of its own, and stops it at the end. Raises
+    `ConfigError` if vLLM does not start."""
     try:
         with ending_at_once():
             llm = start_vllm(

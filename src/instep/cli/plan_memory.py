@@ -1,4 +1,4 @@
-"""What `instep plan` starts, and whether this machine has the memory for it."""
+"""Says what `instep plan` starts, and checks whether this machine has the memory for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKER = 700_000_000
 
 
 def announced(name: str, nbytes: int, tp: int, gpus: int) -> str:
-    """What is about to start, in words. nbytes: of the model's weights. gpus: of this machine.
+    """Returns a text about what will start. nbytes: of the model's weights. gpus: of this machine.
 
     Raises `ConfigError`, with both numbers, where it takes more memory than is free.
     """

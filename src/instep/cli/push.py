@@ -86,7 +86,8 @@ def following(
     canary: bool,
     bar: Sink,
 ) -> Iterator[WeightSync]:
-    """What pushes a checkpoint. Says what it has chosen. Errors come with what a command line can do."""
+    """Yields the `WeightSync` for a checkpoint, and prints the settings it chose. An error's
+    next step is one for the command line."""
     timeout = SECONDS + source.nbytes / BYTES_A_SECOND
     rate = f"one for every {BYTES_A_SECOND / 1e6:.0f} MB"
     say(f"timeout {timeout:.0f} s for each phase: {SECONDS:.0f}, and {rate}")
@@ -114,7 +115,7 @@ def following(
 
 @contextmanager
 def interruptible(urls: Sequence[str], end: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what is within, and it is said what each engine serves then.
+    """Makes Ctrl-C and SIGTERM end this block, and prints then what each engine serves.
 
     end: called before that.
     """
@@ -130,7 +131,8 @@ def interruptible(urls: Sequence[str], end: Callable[[], None]) -> Iterator[None
 
 
 def casts(sync: WeightSync) -> list[str]:
-    """What the engine stores in other dtypes than the checkpoint has."""
+    """Returns lines about the tensors that the engine stores in other dtypes than the checkpoint
+    has."""
     session = sync._session
     dtypes = {meta.name: meta.dtype for meta in session.described}
     plan = next((member.plan for member in session.fleet.members if member.plan is not None), None)
@@ -142,5 +144,5 @@ def casts(sync: WeightSync) -> list[str]:
 
 
 def say(line: str) -> None:
-    """A choice and its reason; stdout belongs to the result."""
+    """Prints a choice and its reason to stderr; stdout belongs to the result."""
     print(line, file=sys.stderr)

@@ -36,7 +36,7 @@ class Subject:
 
 
 def self_test() -> list[Finding]:
-    """Takes seconds with the embedded engine, one to two minutes with vLLM."""
+    """Runs the self-test: seconds with the embedded engine, one to two minutes with vLLM."""
     model = tiny_model()
     with TemporaryDirectory(prefix="instep-doctor-") as folder:
         try:
@@ -74,7 +74,8 @@ def judge_identity(before: Answer, after: Answer, receipt: Any) -> Finding:
 
 
 def judge_reload(receipt: Any) -> list[Finding]:
-    """Of the first push. Nothing to judge where the engine's reload is nothing else than its initial load. A wrong one is an error."""
+    """Judges the reload of the first push. There is nothing to judge if the engine's reload is
+    its initial load. A wrong reload has raised before."""
     engine = receipt.engines[0]
     if engine.unproved:
         layer, why = next(iter(sorted(engine.unproved.items())))
@@ -96,7 +97,8 @@ def numbers(receipt: Any) -> str:
 
 
 def tiny_model() -> Any:
-    """A random Qwen3 with a tied head: fused projections, norms and a tie are what a push can get wrong."""
+    """Makes a random Qwen3 with a tied head. It has what a push can get wrong: fused
+    projections, norms and a tie."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -117,7 +119,7 @@ def perturb(model: Any) -> None:
 
 
 def start_vllm(model: Any, folder: Path) -> Subject:
-    """Raises whatever vLLM raises when it does not start."""
+    """Starts vLLM. Raises whatever vLLM raises if it does not start."""
     print("starting vLLM with a tiny random model, about a minute", file=sys.stderr, flush=True)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

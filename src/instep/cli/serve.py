@@ -52,7 +52,7 @@ def serve(
 
 
 def parsed(arguments: list[str]) -> Namespace:
-    """What `vllm serve` would have made of these arguments.
+    """Returns the arguments as `vllm serve` would parse them.
 
     vLLM's own command looks up the version of a package named `vllm`, which its CPU builds are not: only the part after that is used.
     """
@@ -74,7 +74,8 @@ def parsed(arguments: list[str]) -> Namespace:
 
 
 def prepare(args: Namespace, token: str | None) -> None:
-    """Adds what trainers need. Raises `ConfigError` for settings with which they could not push, or anybody could."""
+    """Adds the settings that trainers need. Raises `ConfigError` for settings with which they
+    could not push, or anybody could."""
     check_servers(vars(args))
     if not args.headless:
         args.api_server_count = 1

@@ -1,4 +1,4 @@
-"""What `instep serve` refuses at once. vLLM takes half a minute to be imported, and finds it out then."""
+"""Checks of `instep serve` before vLLM is imported, which takes half a minute."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PORT = "8000"  # vLLM's default
 
 
 def check(model: str, flags: Sequence[str], token: str | None) -> None:
-    """Raises `ConfigError` for a model that is not there, a place where the server cannot listen, and one
-    where anybody could push to it.
+    """Raises `ConfigError` for a model that does not exist, an address where the server cannot
+    listen, and one where anybody could push to it.
 
     flags: vLLM's. What they leave to a file (`--config`) is looked at when vLLM has read it.
     """
@@ -36,7 +36,8 @@ def check(model: str, flags: Sequence[str], token: str | None) -> None:
 
 
 def check_servers(given: Mapping[str, Any]) -> None:
-    """given: vLLM's flags by their names, as text or as vLLM has parsed them."""
+    """Raises `ConfigError` for several API servers or another front end. given: vLLM's flags by
+    name, as text or as vLLM has parsed them."""
     count = str(given.get("api_server_count") or 1)
     if count.isdigit() and int(count) > 1:
         text = "instep serve has one API server: others would not know which version is served"
@@ -50,7 +51,8 @@ def check_servers(given: Mapping[str, Any]) -> None:
 
 
 def check_model(model: str) -> None:
-    """model: as vLLM takes it, a directory, a file or a Hub id. Object stores are not asked."""
+    """Raises `ConfigError` for a model that does not exist. model: as vLLM takes it, a
+    directory, a file or a Hub id. Object stores are not asked."""
     if "://" in model or Path(model).exists():
         return
     repository = model.partition(":")[0]  # after the colon comes a quantisation of GGUF
@@ -59,7 +61,7 @@ def check_model(model: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """Checks the host of a server without a token."""
+    """Raises `ConfigError` if a server without a token would listen beyond the loopback."""
     if not is_loopback(host):
         raise ConfigError(
             f"--host {host} without a token: anybody who reaches it could replace the weights",
@@ -68,8 +70,8 @@ def check_host(host: str) -> None:
 
 
 def check_port(host: str, port: str) -> None:
-    """As vLLM binds it later. host: all interfaces where it is empty. port: other than a number is
-    vLLM's to refuse."""
+    """Raises `ConfigError` if the port cannot be bound, tried as vLLM binds it later. host:
+    empty for all interfaces. port: one that is no number is left to vLLM."""
     if not port.isdigit():
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -83,7 +85,7 @@ def check_port(host: str, port: str) -> None:
 
 
 def _given(flags: Sequence[str]) -> dict[str, Any]:
-    """Those of vLLM's flags that matter here and are given. vLLM takes `_` for `-` in their names."""
+    """Returns the given flags of vLLM that matter here. vLLM takes `_` for `-` in their names."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     for name in ("--host", "--port", "--uds", "--config", "--hf-token", "--api-server-count"):
         parser.add_argument(name, nargs="?")

@@ -1,4 +1,5 @@
-"""What servers say of their engines, as rows: light, so that `status` and `watch` start at once."""
+"""Asks servers about their engines, and makes rows of the answers. Imports little, so that
+`status` and `watch` start at once."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def ask(urls: Sequence[str]) -> list[Row]:
-    """One row for each URL, in order, within `DEADLINE`. Raises `ConfigError` for a URL that is none."""
+    """Returns one row for each URL, in order, within `DEADLINE`. Raises `ConfigError` for an
+    invalid URL."""
     with needed_by("an engine's URL"):
         import httpx  # noqa: F401
     places = [place(url) for url in urls]
@@ -67,7 +69,7 @@ def ask(urls: Sequence[str]) -> list[Row]:
 
 
 def settled(urls: Sequence[str]) -> list[Row]:
-    """Asks as `ask` does, once no engine is paused any more for a push that has ended, within `SETTLING`."""
+    """Asks as `ask` does, again and again until no engine is paused, for `SETTLING` at most."""
     deadline = time.monotonic() + SETTLING
     rows = ask(urls)
     while any(row.state == "paused" for row in rows) and time.monotonic() < deadline:
@@ -100,7 +102,7 @@ async def _row(place: Place, token: str | None) -> Row:
 
 
 def row(name: str, said: dict[str, Any]) -> Row:
-    """The row of what a server's status route answers."""
+    """Makes a row of the answer of a server's status route."""
     refuses = said.get("refuses")
     state: State = "dirty" if said["state"] == "dirty" else "waiting" if refuses else "paused" if said.get("paused") else "serving"
     errors = [worker["last_error"] for worker in said.get("workers", ()) if worker.get("last_error")]

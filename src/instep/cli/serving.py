@@ -1,4 +1,4 @@
-"""What an `instep serve` does when its engine is there and before it says that it is ready."""
+"""Work of `instep serve` after its engine has started and before the server is ready."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ logger = logging.getLogger("instep")
 
 
 class ServeControl(VllmControl):
-    """What `instep serve` gives to vLLM's `--middleware`: `VllmControl` that begins with a catch-up, where one was asked for."""
+    """The middleware that `instep serve` gives to vLLM: a `VllmControl` that begins with a
+    catch-up if one was asked for."""
 
     async def begin(self, served: Served, args: Namespace) -> None:
-        """Holds requests back until the engine has caught up, where that was asked for."""
+        """Holds requests back until the engine has caught up, if that was asked for."""
         started()
         sweep()
         if args.instep_catch_up == "trainer":
@@ -44,7 +45,7 @@ class ServeControl(VllmControl):
 
 
 async def _load(served: Served, folder: Path) -> None:
-    """Loads a checkpoint as a trainer would push it; the version's name is the directory's."""
+    """Loads a checkpoint as a trainer would push it. The version is the directory's name."""
     engine, patience = RemoteEngine(LocalRpc(served.endpoint.answer, served.engine.name)), served.endpoint.timeout
     served.endpoint.timeout = LOADING
     with WeightSync(folder, [engine], cast=True, timeout=LOADING) as sync:

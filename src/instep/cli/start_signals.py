@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C while vLLM starts.
+"""Handles SIGTERM and Ctrl-C while vLLM starts.
 
 Both raise KeyboardInterrupt in vLLM then, which catches one itself where it waits for its engine
 (0.32): the signal is lost, and the engine starts all the same. Nothing is at stake before it is there,
@@ -23,7 +23,8 @@ _starting = False
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Until `started` is called. Only this process: its children set handlers of their own."""
+    """Makes both signals end this process at once until `started` is called. Its children set
+    handlers of their own."""
     with suppress(ImportError):
         import psutil  # noqa: F401  (now, and not within a handler)
     global _starting
@@ -49,13 +50,14 @@ def ending_at_once() -> Iterator[None]:
 
 
 def started() -> None:
-    """The engine is there: signals are for the handlers that vLLM has set since."""
+    """Leaves signals to the handlers that vLLM has set: the engine has started."""
     global _starting
     _starting = False
 
 
 def behind(handler: Any) -> Any:
-    """A handler that ends this process while it starts, and is `handler` afterwards."""
+    """Returns a handler that ends this process while the engine starts, and calls `handler`
+    afterwards."""
 
     def ours(number: int, frame: Any) -> None:
         if _starting:
@@ -87,7 +89,8 @@ def end(number: int) -> None:
 
 
 def _cleans_up(child: Any) -> bool:
-    """Whether it is Python's own, which removes shared memory when all others have ended."""
+    """Whether this child is Python's resource tracker, which removes shared memory after all
+    others have ended."""
     import psutil
 
     try:

@@ -57,7 +57,7 @@ def verify(model: str, /, *, engine: Urls, canary: bool = False, json: bool = Fa
 
 
 async def every(source: Checkpoint, engines: Sequence[Engine], canary: Sequence[int]) -> list[tuple[str, Verified | InstepError]]:
-    """One after the other: each is compared with the checkpoint as it is read."""
+    """Compares the engines one after the other, each with the checkpoint as it is read."""
     results: list[tuple[str, Verified | InstepError]] = []
     for engine in engines:
         try:

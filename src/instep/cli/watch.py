@@ -47,13 +47,13 @@ def watch(urls: list[str], /, *, json: bool = False) -> int:
 
 
 class View:
-    """How the rows are sorted."""
+    """The order of the rows."""
 
     def __init__(self) -> None:
         self.column, self.reverse = 0, False
 
     def press(self, key: str) -> bool:
-        """Whether to go on."""
+        """Applies a key. Returns whether to go on."""
         if key == "s":
             self.column, self.reverse = (self.column + 1) % len(COLUMNS), False
         elif key == "r":
@@ -61,7 +61,7 @@ class View:
         return key not in ("q", "\x03", "\x04")
 
     def sorted(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows that lack a value come last, whichever way."""
+        """Returns the rows in order. Rows without a value come last in either direction."""
         field = FIELDS[self.column]
         having = [row for row in rows if getattr(row, field) is not None]
         return sorted(having, key=lambda row: getattr(row, field), reverse=self.reverse) + [row for row in rows if row not in having]
@@ -73,8 +73,8 @@ class View:
 
 @contextmanager
 def keys() -> Iterator[Pressed]:
-    """A function that waits for at most so many seconds for a key: its letter, or an empty string. Where standard input is no
-    terminal, no key ever comes."""
+    """Yields a function that waits so many seconds for a key and returns its letter, or an empty
+    string. It never returns a letter if standard input is no terminal."""
     if not sys.stdin.isatty():
         yield no_key
         return
@@ -102,7 +102,7 @@ def no_key(seconds: float) -> str:
 
 
 def answers(urls: Sequence[str], pressed: Pressed) -> Iterator[tuple[list[Row] | None, str]]:
-    """The rows when they come and each key when it is pressed. Raises what `ask` raises."""
+    """Yields the rows when they come and each key when it is pressed. Raises what `ask` raises."""
     heard: Queue[list[Row] | InstepError] = Queue()
     threading.Thread(target=_ask_on, args=(urls, heard), daemon=True).start()  # nobody who quits waits for a silent server
     while True:

@@ -1,4 +1,5 @@
-"""The main job at its smallest: GRPO on one machine while a live engine follows every optimizer step. Read `loop.py` first.
+"""The smallest complete example: GRPO on one machine, while a live engine follows every
+optimizer step. Read `loop.py` first.
 
 loop.py     the story
 ray_loop.py the same without waiting: actors on Ray answer while the trainer learns
@@ -68,7 +69,8 @@ def run(
 
 
 def set_environment(model: ModelName) -> None:
-    """What torch, vLLM and transformers read when they are first imported. What the user has set stays."""
+    """Sets the variables that torch, vLLM and transformers read when they are first imported.
+    Variables that the user has set stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",

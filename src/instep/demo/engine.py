@@ -1,4 +1,5 @@
-"""The engine that follows: a vLLM as any user would build it, or a transformers model in this process where vLLM is not installed."""
+"""The demo's engine: vLLM as any user would start it, or a transformers model in this process if
+vLLM is not installed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Generate = Callable[[Sequence[list[int]], int, int], list[list[Completion]]]
 
 @dataclass(frozen=True)
 class Running:
-    """`engine` is what a `WeightSync` takes."""
+    """A running engine. `engine` is what a `WeightSync` takes."""
 
     name: str
     engine: Any
@@ -31,7 +32,7 @@ def has_vllm() -> bool:
 
 
 def start(checkpoint: Path, task: Task) -> Running:
-    """Raises `ConfigError` where vLLM is installed and does not start."""
+    """Starts the engine. Raises `ConfigError` if vLLM is installed and does not start."""
     if not has_vllm():
         return start_embedded(checkpoint, task)
     try:
@@ -71,7 +72,7 @@ def start_vllm(checkpoint: Path, task: Task) -> Running:
 
 
 def completion(output: Any) -> Completion:
-    """`output` is vLLM's; versions of vLLM that do not say which weights a token came from leave None."""
+    """Converts an output of vLLM. The version is None in versions of vLLM that do not tell it."""
     token_ids = list(output.token_ids)
     logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)]
     spans = getattr(output, "weight_versions", None)

@@ -30,7 +30,7 @@ class Group:
 
     @property
     def teaches(self) -> bool:
-        """Completions of equal reward have no advantage over each other, and no gradient."""
+        """Whether the rewards differ. Equal rewards give no advantage and no gradient."""
         return len(set(self.rewards)) > 1
 
 
@@ -53,13 +53,14 @@ class Batch:
 
 
 def advantages(rewards: Sequence[float]) -> Tensor:
-    """float32 [G]. All zero where all rewards are equal."""
+    """Returns the advantages, float32 [G]. All are zero if all rewards are equal."""
     r = torch.tensor(rewards, dtype=torch.float32)
     return (r - r.mean()) / (r.std(correction=0) + 1e-6)
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """A completion sees its prompt and itself, so that the prompt is computed once for the whole group."""
+    """Packs groups into one row. A completion sees its prompt and itself, so that the prompt is
+    computed once for the whole group."""
     token_ids: list[int] = []
     position_ids: list[int] = []
     group_of: list[int] = []
@@ -101,7 +102,8 @@ def pack(groups: Sequence[Group]) -> Batch:
 
 
 def token_logprobs(model: Any, batch: Batch) -> Tensor:
-    """log pi of each completion token, float32 [T]. `model` is a causal language model of transformers."""
+    """Returns log pi of each completion token, float32 [T]. `model` is a causal language model
+    of transformers."""
     logits = model(
         batch.token_ids,
         attention_mask=batch.mask,
@@ -113,7 +115,7 @@ def token_logprobs(model: Any, batch: Batch) -> Tensor:
 
 
 def loss(logprobs: Tensor, batch: Batch) -> Tensor:
-    """A scalar. `logprobs` as `token_logprobs` gives them."""
+    """Returns the loss, a scalar. logprobs: as `token_logprobs` returns them."""
     ratio = (logprobs - batch.logprobs).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()

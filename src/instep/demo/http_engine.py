@@ -1,4 +1,4 @@
-"""The engine that follows, behind HTTP: an `instep serve` in a process of its own."""
+"""The demo's engine behind HTTP: an `instep serve` in a process of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PATIENCE = 600.0
 
 
 def start(checkpoint: Path, task: Task) -> Running:
-    """The server ends with this process. Raises `ConfigError` where it does not start."""
+    """Starts the server, which ends with this process. Raises `ConfigError` if it does not
+    start."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
     token, url = secrets.token_hex(16), f"http://127.0.0.1:{port}"

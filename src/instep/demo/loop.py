@@ -1,4 +1,5 @@
-"""A language model learns while a live engine follows it: read this file from top to bottom."""
+"""The story of the demo: a language model learns while a live engine follows it. Read this file
+from top to bottom."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def train(trainer: Any, generate: Generate, sync: WeightSync, lesson: Task, step
 
 
 def sample(generate: Generate, lesson: Task, questions: Sequence[Question], seed: int) -> tuple[list[Group], list[str]]:
-    """A group of graded completions for each question, and the versions of the weights that they were sampled from."""
+    """Returns a group of graded completions for each question, and the versions of the weights
+    that sampled them."""
     answers = generate([question.prompt for question in questions], lesson.samples, seed)
     groups = [
         Group(
@@ -120,7 +122,8 @@ def sample(generate: Generate, lesson: Task, questions: Sequence[Question], seed
 
 
 def update(trainer: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> float | None:
-    """One optimizer step. Returns the loss, or None where every group's rewards are equal."""
+    """Makes one optimizer step. Returns the loss, or None if the rewards within every group are
+    equal."""
     groups = [group for group in groups if group.teaches]
     if not groups:
         return None

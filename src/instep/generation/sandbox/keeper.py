@@ -61,7 +61,8 @@ def main() -> None:
 
 
 def prepare(setup: dict[str, Any]) -> None:
-    """Does what is the same for all programs. Raises `OSError` where the machine forbids this level."""
+    """Makes the preparations that all programs share. Raises `OSError` if the machine forbids
+    this level."""
     if setup["level"] == "partial":
         try:
             kernel.landlock_version()
@@ -85,14 +86,16 @@ def prepare(setup: dict[str, Any]) -> None:
 
 
 def _read_as_another() -> None:
-    """Raises `OSError` where others than root cannot read this interpreter: programs keep root's name then, and none of its rights."""
+    """Raises `OSError` if only root can read this interpreter. Programs then stay root, without
+    root's rights."""
     walls.become_user(0)
     os.stat(sys.executable)
     os.listdir(os.path.dirname(os.__file__))
 
 
 def _in_child(action: Callable[[], object]) -> bool:
-    """Whether this process could do it; what it changes is changed in a child."""
+    """Whether this process could run `action`, tried in a forked child, so that nothing changes
+    here."""
     child = os.fork()
     if child == 0:
         try:

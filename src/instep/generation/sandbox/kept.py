@@ -1,4 +1,4 @@
-"""The keeper of this process, and how far it keeps programs from the machine."""
+"""The keeper of this process, and the sandbox level at which it runs programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ START = 20.0
 
 
 class Keeper:
-    """A process that starts programs at one level. Raises `OSError` where this machine does not give it, and `MissingExtra`."""
+    """A process that starts programs at one level. Raises `OSError` if this machine does not
+    give that level, and `MissingExtra`."""
 
     def __init__(self, level: Level) -> None:
         self.level = level
@@ -62,7 +63,8 @@ class Keeper:
             raise OSError(refused)
 
     def alive(self) -> bool:
-        """Whether it is there, and this process's own rather than that of a process that this one was forked from."""
+        """Whether the keeper runs, and was started by this process rather than by its parent
+        before a fork."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def start(self, channel: socket.socket | None) -> socket.socket:
@@ -77,7 +79,7 @@ class Keeper:
         return ours
 
     def close(self) -> None:
-        """Ends it; its wardens end with those who asked them."""
+        """Ends the keeper. Each warden ends with the process that asked for it."""
         atexit.unregister(self.close)
         if self.owner == os.getpid():
             with suppress(OSError):
@@ -92,18 +94,19 @@ _reasons: dict[Level, str] = {}
 
 
 def level() -> Level:
-    """The strongest level that this machine gives; the first call tries it with a program."""
+    """Returns the strongest level that this machine gives. The first call tries it with a
+    program."""
     return _keeper().level
 
 
 def reasons() -> dict[Level, str]:
-    """Why this machine does not give the levels above `level()`."""
+    """Returns, for each level above `level()`, why this machine does not give it."""
     level()
     return dict(_reasons)
 
 
 def require(least: Level) -> None:
-    """Raises `ConfigError` where this machine gives a weaker level than `least`."""
+    """Raises `ConfigError` if this machine gives a weaker level than `least`."""
     if LEVELS.index(_keeper().level) <= LEVELS.index(least):
         return
     why = "; ".join(f"{level}: {reason}" for level, reason in _reasons.items())
@@ -114,7 +117,7 @@ def require(least: Level) -> None:
 
 
 def advice(given: Level) -> str:
-    """What to do where a machine gives no more than this level."""
+    """Returns what to do on a machine that gives no more than this level."""
     if any("libseccomp" in reason for reason in _reasons.values()):
         return "install the library libseccomp: `apt-get install libseccomp2`, or `dnf install libseccomp`"
     return (
@@ -126,7 +129,8 @@ def advice(given: Level) -> str:
 
 
 async def kept(least: Level) -> Keeper:
-    """The keeper of this process, started where there is none. Raises `ConfigError` for a weaker level than `least`."""
+    """Returns the keeper of this process, and starts one if there is none. Raises `ConfigError`
+    if its level is weaker than `least`."""
     if _kept is None or not _kept.alive():
         await asyncio.to_thread(_keeper)
     require(least)
@@ -164,7 +168,8 @@ def _strongest() -> Keeper:
 
 
 def _forget() -> None:
-    """In a forked child: it starts a keeper of its own, and may have been forked while the lock was held."""
+    """Makes a new lock in a forked child, which may have been forked while the old one was held.
+    The child starts a keeper of its own."""
     global _lock
     _lock = threading.Lock()
 
@@ -173,7 +178,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def command() -> list[str]:
-    """What starts a keeper. Without the packages of this interpreter, it starts sooner."""
+    """Returns the command that starts a keeper. It leaves out site packages, which makes the
+    start faster."""
     return [sys.executable, "-I", "-S", str(KEEPER)]
 
 
@@ -182,7 +188,7 @@ def _filter(level: Level, network: bool) -> str:
 
 
 def folders() -> list[str]:
-    """Where this interpreter and its packages are."""
+    """Returns the paths of this interpreter and its packages."""
     found: list[str] = []
     executable = Path(sys.executable)
     while executable.is_symlink():  # each of the links on the way to it is needed

@@ -80,7 +80,7 @@ def _remount(point: str, flags: int) -> None:
 
 
 def mounts_below(target: str) -> list[tuple[str, int]]:
-    """Where something is mounted, at a path and below it, and the flags that it has."""
+    """Returns each mount point at a path and below it, with its flags."""
     found: dict[str, int] = {}
     with open("/proc/self/mountinfo", "rb") as lines:
         for line in lines:
@@ -92,13 +92,14 @@ def mounts_below(target: str) -> list[tuple[str, int]]:
 
 
 def prctl(option: int, *values: int) -> None:
-    """Values are passed as machine words: the kernel insists that those which it does not use are 0."""
+    """Calls `prctl` with values as machine words: the kernel insists that unused ones are 0."""
     words = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
     _checked(f"prctl {option}", _libc.prctl(option, *words))
 
 
 def drop_capabilities() -> None:
-    """Drops all of them, and the way to any: no program that this process starts gains privileges."""
+    """Drops all capabilities, for the programs that this process starts too: none of them gains
+    privileges."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     drop_bounds()
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
@@ -106,7 +107,7 @@ def drop_capabilities() -> None:
 
 
 def drop_bounds() -> None:
-    """Drops what capabilities a program that this process starts may have."""
+    """Drops the capabilities that programs of this process might gain."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
@@ -130,12 +131,14 @@ SCOPES_SINCE, SCOPES = 6, 3
 
 
 def landlock_version() -> int:
-    """Raises `OSError` where there is none: the kernel lacks it, or a container's filter refuses the call."""
+    """Returns the version of Landlock. Raises `OSError` if the kernel lacks it, or a container's
+    filter refuses the call."""
     return _call("landlock_create_ruleset", LANDLOCK_CREATE, None, 0, 1)
 
 
 def restrict_files(readable: list[str], devices: list[str], writable: str) -> None:
-    """Landlock: from now on this process reads what lies below `readable`, and writes below `writable` only.
+    """Restricts this process with Landlock to reading below `readable` and writing below
+    `writable`.
 
     Needs `drop_capabilities` before it.
     """

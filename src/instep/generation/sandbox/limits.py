@@ -1,4 +1,4 @@
-"""What a program in a sandbox may use, and how far it must be from the machine."""
+"""Limits of a program in a sandbox, and the weakest level that is accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What a program in a sandbox may use. Raises `ConfigError` for what makes no sense.
+    """Limits of a program in a sandbox. Raises `ConfigError` for values that make no sense.
 
     seconds: of wall-clock time. memory: bytes of address space; beyond it the program sees a `MemoryError`. output: bytes of stdout and
         stderr together. file: bytes of one file that it writes. disk: bytes of all its files, which are in memory and gone when it ends.

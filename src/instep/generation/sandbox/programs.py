@@ -1,4 +1,4 @@
-"""What the warden of a program is told and what it tells."""
+"""Messages between a process and the warden of its program."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 def job(program: str, limits: SandboxLimits, stdin: str = "", prints: Prints = "all") -> bytes:
-    """What a warden is sent."""
+    """Encodes the message that a warden is sent."""
     names = ("seconds", "memory", "output", "file", "disk", "network")
     wanted: dict[str, Any] = {name: getattr(limits, name) for name in names}
     return json.dumps({"program": program, "stdin": stdin, "prints": prints, **wanted}).encode() + b"\n"
 
 
 def report(said: bytes) -> Run:
-    """What a warden has sent."""
+    """Decodes the message that a warden has sent."""
     head, _, output = said.partition(b"\n")
     try:
         found = json.loads(head)
@@ -59,7 +59,7 @@ def lost(why: str) -> Run:
 
 
 def trial(start: Callable[[socket.socket | None], socket.socket]) -> str | None:
-    """Why a keeper runs no program; None where it does. start: its method."""
+    """Runs a first program. Returns why it failed, or None. start: the keeper's method."""
     with start(None) as asker:
         asker.settimeout(2 * GRACE)
         asker.sendall(job("print(6 * 7)", SandboxLimits()))

@@ -1,4 +1,4 @@
-"""Has programs run by a keeper, a process that this one starts once (see `keeper.py`)."""
+"""Runs programs through a keeper, a process that this one starts once (see `keeper.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from instep.generation.sandbox.programs import GRACE, REPORT, Prints, Run, job, 
 async def run_python(
     program: str, limits: SandboxLimits, stdin: str = "", *, prints: Prints = "all", channel: socket.socket | None = None
 ) -> Run:
-    """Runs a program with this interpreter and its packages, and an environment of its own. Cancelling kills it.
+    """Runs a program with this interpreter and its packages, in an environment of its own.
+    Cancelling kills the program.
 
     channel: a socket that the program gets as descriptor 3; it is closed here. Raises `ConfigError` where this machine gives a weaker
     sandbox than `limits.sandbox`, and `MissingExtra`.

@@ -1,4 +1,4 @@
-"""What stands between a program and the machine. The keeper imports this: standard library only.
+"""Isolates a program from the machine. The keeper imports this module: standard library only.
 
 full: a program has a file system, processes, a network and a user of its own. `build_root` makes the file system once, of this
 interpreter's folders and the system's libraries, read-only. Each program gets a copy of it with one folder to write in.
@@ -83,12 +83,12 @@ def _show(path: str, source: str, is_folder: bool) -> None:
 
 
 def user_of(number: int) -> int:
-    """The user of the program with this number."""
+    """Returns the user id of the program with this number."""
     return FIRST_USER + number % USERS
 
 
 def become_user(number: int) -> None:
-    """Makes this process a user that nobody is. Nothing changes unless root does this."""
+    """Makes this process a user that nothing else runs as. Does nothing unless root calls it."""
     if os.geteuid() != 0:
         return
     kernel.drop_bounds()
@@ -105,7 +105,7 @@ def become_user(number: int) -> None:
 
 
 def enter_namespaces(network: bool, users: bool = True) -> None:
-    """Namespaces of this process's own; that of processes begins with its next child."""
+    """Gives this process namespaces of its own. The PID namespace begins with its next child."""
     user, group = os.getuid(), os.getgid()
     kernel.unshare((EVERYTHING & ~(kernel.CLONE_NEWNET if network else 0)) | (kernel.CLONE_NEWUSER if users else 0))
     if users:
@@ -114,14 +114,14 @@ def enter_namespaces(network: bool, users: bool = True) -> None:
 
 
 def map_user(user: int, group: int) -> None:
-    """Tells a new user namespace the only user it has: the one outside."""
+    """Maps the only user of a new user namespace to the one outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
 def mount_private(disk: int, number: int | None) -> None:
-    """Mounts what is a program's alone: its processes and its folder. Called by the first process of its namespace.
+    """Mounts a program's own /proc and folder. The first process of its namespace calls this.
 
     number: of the program that root starts where there are no user namespaces: root mounts, then becomes its user.
     """
@@ -138,7 +138,8 @@ def mount_private(disk: int, number: int | None) -> None:
 
 
 def limit(job: dict[str, Any], own: bool) -> None:
-    """Limits of the kernel for this process and what it becomes. own: its user has no other processes."""
+    """Sets the kernel's limits for this process and the program it becomes. own: whether its
+    user has no other processes."""
     limits = {
         resource.RLIMIT_AS: job["memory"], resource.RLIMIT_FSIZE: job["file"], resource.RLIMIT_CORE: 1,
         resource.RLIMIT_NOFILE: OPEN_FILES, resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_MEMLOCK: 0,
@@ -152,7 +153,8 @@ def limit(job: dict[str, Any], own: bool) -> None:
 
 
 def end_with_parent(alive: int) -> None:
-    """Kills this process when its parent dies. alive: a pipe to it, which says whether it has died already."""
+    """Makes the kernel kill this process when its parent dies. alive: a pipe to the parent,
+    which shows whether it has died already."""
     import select
 
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)

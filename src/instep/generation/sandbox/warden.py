@@ -1,4 +1,5 @@
-"""What keeps one program within its limits: a fork of the keeper, which imports this (standard library only)."""
+"""Keeps one program within its limits, in a fork of the keeper, which imports this module
+(standard library only)."""
 
 import contextlib
 import json
@@ -42,7 +43,7 @@ class Warden:
         self.folder = walls.PRIVATE if self.full else tempfile.mkdtemp(prefix="instep-sandbox-", dir=setup["temporary"])
 
     def _line(self) -> bytes:
-        """The first line, read without a buffer: `poll` must see what comes after it."""
+        """Reads the first line without a buffer: `poll` must see what comes after it."""
         parts: list[bytes] = []
         while not parts or not parts[-1].endswith(b"\n"):
             part = os.read(self.asker, 1 << 20)
@@ -82,14 +83,15 @@ class Warden:
             data = data[os.write(self.asker, data) :]
 
     def _kill(self, child: int) -> None:
-        """Kills the program, which has not been waited for, so that its number is still its own; without a wall, its children too."""
+        """Kills the program, which has not been waited for, so that its process id is still its
+        own. Without namespaces, kills its process group too."""
         os.kill(child, signal.SIGKILL)
         if not self.full:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child, signal.SIGKILL)
 
     def _enter(self) -> None:
-        """Brings this process to where the program is, all but its processes."""
+        """Moves this process into the program's namespaces and user, all but the PID namespace."""
         if self.full:
             if self.setup["users"]:
                 walls.become_user(self.number)
@@ -104,7 +106,8 @@ class Warden:
             pass
 
     def _watch(self, child: int, printed: int, deadline: float) -> str:
-        """Waits until the program has ended or has to, and says which. Takes what it prints meanwhile, up to its limit."""
+        """Waits until the program has ended or must be ended, and returns which. Meanwhile reads
+        its output, up to its limit."""
         os.set_blocking(printed, False)
         ended = os.pidfd_open(child)
         poll = select.poll()
@@ -125,7 +128,8 @@ class Warden:
         return "timeout"
 
     def _take(self, printed: int) -> bool:
-        """Reads what there is, up to one byte more than the limit. False at the end."""
+        """Reads the output that there is, up to one byte more than the limit. Returns False at
+        its end."""
         while (room := self.job["output"] + 1 - len(self.output)) > 0:
             try:
                 part = os.read(printed, min(room, 1 << 20))
@@ -137,7 +141,7 @@ class Warden:
         return True
 
     def _size(self) -> int:
-        """Bytes of all files in the program's folder."""
+        """Returns the bytes of all files in the program's folder."""
         found = 0
         for folder, _, names in os.walk(self.folder):
             for name in names:
@@ -165,7 +169,7 @@ class Warden:
             os.waitpid(os.posix_spawnp(command[0], command, ENVIRONMENT, file_actions=QUIET), 0)
 
     def _become(self, printing: int, saying: int) -> None:
-        """Turns this process into the program, or into the first process of its namespace. Never returns."""
+        """Makes this process the program, or the first process of its namespace. Never returns."""
         try:
             walls.end_with_parent(saying)
             files = {"main.py": self.job["program"].encode(errors="replace"), "stdin": self.job["stdin"].encode(errors="replace")}
@@ -185,7 +189,8 @@ class Warden:
         os._exit(127)
 
     def _stay_first(self, saying: int) -> None:
-        """Returns in a child. The first process of a namespace takes no signal that it does not handle: no program should be that."""
+        """Returns in a child, which becomes the program. The first process of a namespace
+        ignores signals that it does not handle, so no program should be that one."""
         program = os.fork()
         if program == 0:
             return

@@ -1,4 +1,5 @@
-"""Verifiers: what is an answer worth, given what the prompt's label says. Each gives a score, 1 for right and 0 for wrong."""
+"""Verifiers judge an answer against the prompt's label. Each gives a score, 1 for right and 0
+for wrong."""
 
 from instep.generation.verifiers.base import Answer, Verifier
 from instep.generation.verifiers.code import CodeTests

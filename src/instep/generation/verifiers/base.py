@@ -1,4 +1,4 @@
-"""What a verifier is: it says what an answer is worth, given what the prompt's label says."""
+"""The interface of a verifier, which judges an answer against the prompt's label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a verifier looks at. `text` is what the model itself said, without special tokens: tool output cannot be taken for an answer."""
+    """The answer that a verifier judges. `text` holds only the model's own words, without
+    special tokens: tool output cannot be taken for an answer."""
 
     text: str
     sample: Sample
@@ -26,14 +27,16 @@ SHORT = 4000
 
 
 async def reading(function: Callable[..., T], text: str, *arguments: Any) -> T:
-    """What `function` makes of a text; of a long one in a thread, so that other verifiers go on."""
+    """Returns `function(text, *arguments)`. A long text is read in a thread, so that other
+    verifiers go on."""
     if len(text) <= SHORT:
         return function(text, *arguments)
     return await asyncio.to_thread(function, text, *arguments)
 
 
 class Verifier(Protocol):
-    """Raising is breaking: the sample then has an error, not a score of 0 that nobody notices.
+    """Judges one answer. If it raises, it counts as broken: the sample then has an error, not a
+    score of 0 that nobody notices.
 
     One that judges only so many answers at a time has a `turnstile` (`waiting.Turnstile`). An answer waits there for its turn, and
     `RewardConfig.seconds` begin when it has come.
@@ -43,4 +46,4 @@ class Verifier(Protocol):
     """
 
     async def __call__(self, answer: Answer, value: Any, /) -> float:
-        """The score of an answer. `value` is the label's."""
+        """Returns the score of an answer. `value` is the label's."""

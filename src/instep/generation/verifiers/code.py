@@ -1,4 +1,4 @@
-"""Answers that are programs, run against tests in a sandbox."""
+"""Judges answers that are programs, by tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Work:
         self.left = verifier.seconds
 
     def open(self) -> bool:
-        """Whether another test can matter."""
+        """Whether another test can change the score."""
         return self.failed <= self.may_fail and self.left > 0
 
     async def compare(self, program: str, given: str, expected: str) -> None:
@@ -94,7 +94,8 @@ class Work:
         return replace(limits, seconds=min(limits.seconds, self.left), output=max(limits.output, output))
 
     async def run(self, start: Callable[[], Coroutine[Any, Any, Run]]) -> Run:
-        """A program's run. One that is lost twice is the program's fault if others run."""
+        """Returns a program's run. A program that is lost twice counts as failed, if another
+        program can run."""
         began = time.monotonic()
         run = await start()
         if run.end == "lost":
@@ -106,7 +107,7 @@ class Work:
 
 
 async def judged(program: str, tests: Sequence[str], limits: SandboxLimits) -> Run:
-    """What a judge prints of a program: the numbers of the tests that passed."""
+    """Returns the judge's run, whose output lists the numbers of the tests that passed."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         solution = asyncio.ensure_future(run_python(source("solve"), limits, json.dumps(program), prints="nothing", channel=theirs))
@@ -121,13 +122,14 @@ async def judged(program: str, tests: Sequence[str], limits: SandboxLimits) -> R
 
 @cache
 def source(main: str) -> str:
-    """The program of a judge or of a solution."""
+    """Returns the text of the judge's or the solution's program."""
     parts = (Path(__file__).with_name(name).read_text() for name in ("code_values.py", "code_peer.py", "code_remote.py"))
     return "\n".join((*parts, f"{main}()\n"))
 
 
 def sorted_tests(value: Sequence[Any]) -> tuple[list[str], list[dict[str, str]]]:
-    """A label's statements, and its pairs of input and output. Raises `ValueError` for anything else."""
+    """Returns a label's statements, and its pairs of input and output. Raises `ValueError` for
+    any other test."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ValueError("the label holds no tests")
     statements = [test for test in value if isinstance(test, str)]

@@ -23,7 +23,8 @@ MOST = 1 << 26
 
 
 class Peer:
-    """One end of the socket. `own` is what of this process the other may ask, by number; trusted: whether it may ask everything."""
+    """One end of the socket. own: objects of this process that the other may use, by number.
+    trusted: whether the other may do anything with them."""
 
     def __init__(self, trusted: bool) -> None:
         self.socket = socket.socket(fileno=CHANNEL)
@@ -54,7 +55,8 @@ class Peer:
         return bytes(data)
 
     def ask(self, do: str, on: int, name: str = "", given: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
-        """Has the other process do something with an object of its own, and answers meanwhile what it asks."""
+        """Asks the other process to use one of its objects, and answers its own questions
+        meanwhile."""
         named = named or {}
         words = {name: self.pack(value) for name, value in named.items()}
         self.send({"do": do, "on": on, "name": name, "given": [self.pack(value) for value in given], "named": words})

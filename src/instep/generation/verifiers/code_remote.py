@@ -1,4 +1,5 @@
-"""The rest of the program that `code_peer.py` describes: objects of the other process, and what each of the two processes does."""
+"""The last part of the program that `code_peer.py` describes: remote objects, and the work of
+each of the two processes."""
 
 import ast
 import builtins
@@ -103,7 +104,7 @@ class Remote:
 
 
 def unpickled(data: bytes) -> Any:
-    """An object that the other process makes of what it pickled."""
+    """Makes an object in the other process from its own pickle."""
     return PEERS[0].ask("call", 1, "", (data,))
 
 
@@ -154,7 +155,8 @@ async def later(peer: "Peer", number: int) -> Any:
 
 
 def may_ask(target: Any, do: str, name: str) -> bool:
-    """Whether a solution may ask this of a test's object: functions can be called, iterators read, and its own classes' instances used."""
+    """Whether a solution may do this with a test's object. Functions may be called, iterators
+    read, and instances of the test's own classes used."""
     tests = (target if isinstance(target, type) else type(target)).__module__ == TESTS
     if do in ("get", "set"):
         return tests and not name.startswith("_")
@@ -163,7 +165,7 @@ def may_ask(target: Any, do: str, name: str) -> bool:
 
 
 def put_back(value: Any, after: Any) -> None:
-    """Does to a list, dict or set of this process what a call did to its copy."""
+    """Repeats on a list, dict or set of this process the changes that a call made to its copy."""
     if type(value) is not type(after) or type(value) not in (list, dict, set, bytearray) or value == after:
         return
     if isinstance(value, (list, bytearray)):
@@ -178,13 +180,13 @@ def names_of(error: type[BaseException]) -> list[str]:
 
 
 def error_named(names: list[str]) -> type[BaseException]:
-    """The first of these that Python itself has."""
+    """Returns the first of these names that is one of Python's own exceptions."""
     found = (getattr(builtins, name, None) for name in names)
     return next((one for one in found if isinstance(one, type) and issubclass(one, BaseException)), Exception)
 
 
 def solve() -> None:
-    """Runs a solution, and then does what its judge asks."""
+    """Runs a solution, and then serves its judge."""
     sys.set_int_max_str_digits(0)
     program = json.loads(sys.stdin.read())
     peer = Peer(trusted=True)
@@ -202,7 +204,8 @@ def solve() -> None:
 
 
 def described(value: Any) -> Any:
-    """A value of a solution's module: where it comes from a library, its name there."""
+    """Describes a value of a solution's module. A library's member is described by its name
+    there."""
     if isinstance(value, types.ModuleType):
         return ("module", value.__name__)
     home, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
@@ -237,13 +240,13 @@ def judge() -> None:
 
 
 def member(home: str, name: str) -> Any:
-    """A function or class of a shared module; None for what is none."""
+    """Returns a function or class of a shared module; None for any other name."""
     found = None if home not in SHARED or name.startswith("_") else getattr(importlib.import_module(home), name, None)
     return found if callable(found) else None
 
 
 def fetch(peer: "Peer", test: str, space: dict[str, Any], given: dict[str, Any]) -> None:
-    """Gives a test the names of the solution that it uses, and that no test has given another meaning."""
+    """Gives a test the solution's names that it uses, unless an earlier test has assigned them."""
     tree = ast.parse(test)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     bases = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}

@@ -1,4 +1,4 @@
-"""Part of the program that `code_peer.py` describes: plain data as JSON, by value."""
+"""The first part of the program that `code_peer.py` describes: plain data as JSON, by value."""
 
 import collections
 import datetime
@@ -20,7 +20,7 @@ def is_one(kinds: dict[str, Any], kind: type) -> bool:
 
 
 def word(value: Any, pack: Callable[[Any], Any]) -> Any:
-    """A value as JSON takes it; `NotImplemented` for one that is no plain data."""
+    """Returns a value in JSON form; `NotImplemented` if it is no plain data."""
     kind: Any = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and -SMALL < value < SMALL):
         return value
@@ -55,12 +55,13 @@ def word(value: Any, pack: Callable[[Any], Any]) -> Any:
 
 
 def held(value: Any) -> Any:
-    """What a value of a class of its own holds as a list, a dict or the like; None where it is none of these."""
+    """Returns a list, tuple, set or dict with the contents of an instance of a subclass; None
+    for any other value."""
     return next((base(value) for base in HOLDERS if isinstance(value, base)), None)
 
 
 def value_of(kind: str, inside: Any, unpack: Callable[[Any], Any]) -> Any:
-    """Undoes `word` for what JSON has not."""
+    """Undoes `word` for types that JSON does not have."""
     if kind == "int":
         return int(inside, 16)
     if kind in ("tuple", "set", "frozenset"):

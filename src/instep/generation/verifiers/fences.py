@@ -1,4 +1,4 @@
-"""Which part of an answer is its program."""
+"""Finds the program in an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ PYTHON = ("python", "py", "python3", "py3")
 
 
 def code_block(text: str) -> str:
-    """The last fenced block in Python; else the last one in no language; else the whole text.
+    """Returns the last fenced block in Python, else the last one without a language, else the
+    whole text.
 
     A block that is not closed goes on to the end.
     """
@@ -27,7 +28,7 @@ def code_block(text: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """The language and the text of each block."""
+    """Returns the language and the text of each block."""
     found = []
     lines = iter(text.split("\n"))
     for line in lines:

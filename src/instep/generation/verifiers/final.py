@@ -1,4 +1,5 @@
-"""Which part of a text is the answer, and how numbers and units are written in it. Each function takes time linear in the text."""
+"""Finds the final answer in a text, and normalises numbers and units. Each function takes time
+linear in the text."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ MARKERS = ("####", "answer is", "answer:", "answer =")
 
 
 def final(text: str) -> str:
-    """What stands in the last `<answer>` or `\\boxed{}`; the whole text where there is neither."""
+    """Returns the contents of the last `<answer>` or `\\boxed{}`, or the whole text if it has
+    neither."""
     answer = marked(text)
     return text.strip() if answer is None else answer
 
 
 def marked(text: str) -> str | None:
-    """What stands in the last `<answer>…</answer>`, within it or else in the text in the last `\\boxed{}`. None where nothing is marked.
+    """Returns the contents of the last `\\boxed{}` within the last `<answer>…</answer>`, else
+    those of that tag. Without a tag, the whole text is searched for `\\boxed{}`. None if there
+    is neither.
 
     An `<answer>` that is never closed counts where there is none that is closed.
     """
@@ -33,7 +37,8 @@ def marked(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{}`: in `\\boxed 5` the next word, in one that is never closed the rest."""
+    """Returns the contents of the last `\\boxed{}`: for `\\boxed 5` the next word, for one that
+    is never closed the rest."""
     start, name = max((text.rfind(name), name) for name in BOXES)
     if start < 0:
         return None
@@ -51,7 +56,7 @@ def boxed(text: str) -> str | None:
 
 
 def announced(text: str) -> str | None:
-    """What follows the last `####` or `answer is`; None where nothing is announced."""
+    """Returns the text after the last `####` or `answer is`; None if there is neither."""
     lower = text.lower()
     start, marker = max((lower.rfind(marker), marker) for marker in MARKERS)
     if start < 0 or len(lower) != len(text):
@@ -75,7 +80,8 @@ MIXED = re.compile(r"(?<![\d./])(\d++)\s++(\d++)\s*+/\s*+(\d++)(?![\d./])")
 
 
 def normal(text: str) -> str:
-    """The text with one way of writing signs, digits, spaces and thousands. What else is LaTeX stays."""
+    """Returns the text with one spelling of signs, digits, spaces and thousands. Other LaTeX
+    stays."""
     if not text.isascii():
         text = "".join(SIGNS[letter] if letter in SIGNS else _plain(letter) for letter in text)
     for written, meant in LATEX.items():

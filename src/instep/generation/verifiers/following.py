@@ -1,4 +1,5 @@
-"""IFEval's instructions, each as a question to a text, with IFEval's names of arguments. Each takes time linear in the text."""
+"""IFEval's instructions as functions of a text, with IFEval's names of arguments. Each takes
+time linear in the text."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def compared(count: int, relation: str, bound: int) -> bool:
 
 
 def sentences(text: str) -> int:
-    """How many sentences a text has. A line that ends without a full stop ends none, unless an empty one follows."""
+    """Counts the sentences of a text. A line without a full stop at its end goes on in the next
+    line, unless an empty line follows."""
     count = 0
     for block in re.split(r"\n[ \t]*+\n", text):
         open_ = False
@@ -44,7 +46,8 @@ def sentences(text: str) -> int:
 
 
 def _goes_on(word: str, following: str) -> bool:
-    """Whether the full stop of a word ends an abbreviation, an initial or a number of a list, and no sentence."""
+    """Whether a word's full stop belongs to an abbreviation, an initial or a list number, and
+    ends no sentence."""
     if not following or not word.endswith("."):
         return False
     stem = word.lstrip("\"'“‘([*_").removesuffix(".")
@@ -78,7 +81,7 @@ def of_sentences(text: str, num_sentences: int, relation: str = "at least") -> b
 
 
 def of_divided_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs stand between lines of `***`. None is empty."""
+    """Whether a text has so many paragraphs, divided by `***`, none of them empty."""
     parts = [part.strip() for part in text.split("***")]
     inner = parts[not parts[0] : len(parts) - (not parts[-1] and len(parts) > 1)]
     return all(inner) and len(inner) == num_paragraphs
@@ -142,7 +145,7 @@ def with_a_title(text: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Between them stand six asterisks, and nothing else."""
+    """Whether a text is two different responses, divided by six asterisks."""
     parts = [part.strip() for part in text.split("******")]
     inner = parts[not parts[0] : len(parts) - (not parts[-1] and len(parts) > 1)]
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]

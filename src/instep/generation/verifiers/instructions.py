@@ -1,4 +1,5 @@
-"""Whether an answer follows instructions that a program can check: those of IFEval (Zhou et al., 2023), by its names."""
+"""Judges whether an answer follows the instructions of IFEval (Zhou et al., 2023), which a
+program can check."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ONE = threading.Lock()
 
 @dataclass(frozen=True)
 class Instructions:
-    """The part of its instructions that an answer follows. What stands before `</think>` is no part of the answer, nor are `<answer>` tags.
+    """Scores an answer by the fraction of its instructions that it follows. Text before
+    `</think>` is no part of the answer, nor are `<answer>` tags.
 
     The label has IFEval's fields, as an object or as JSON: `{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}`, or a list
     of one such object, also with the name `instruction_id`. Languages are told apart by langdetect.
@@ -39,7 +41,7 @@ class Instructions:
 
 
 def said(text: str) -> str:
-    """What an answer says to its reader."""
+    """Returns the part of an answer that its reader sees."""
     text = text.replace("\r\n", "\n").rpartition("</think>")[2].strip()
     if text.startswith("<answer>") and text.endswith("</answer>"):
         text = text.removeprefix("<answer>").removesuffix("</answer>")
@@ -47,7 +49,8 @@ def said(text: str) -> str:
 
 
 def read_label(value: Any) -> list[tuple[Check, dict[str, Any]]]:
-    """The checks that a label asks for, each with its arguments. Raises `ValueError` for what is no label of IFEval's."""
+    """Returns the checks that a label asks for, each with its arguments. Raises `ValueError` for
+    a label that is not IFEval's."""
     value = json.loads(value) if isinstance(value, str) else value
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
@@ -68,7 +71,8 @@ def _followed(text: str, checks: Sequence[tuple[Check, dict[str, Any]]]) -> int:
 
 
 def in_language(text: str, language: str) -> bool:
-    """Whether langdetect finds it the likeliest one. A text without letters is of every language."""
+    """Whether langdetect finds this language the likeliest. A text without letters is in every
+    language."""
     with needed_by("Instructions"):
         import langdetect
     with ONE:

@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by math-verify.
+"""Judges mathematical answers with math-verify.
 
 It parses and evaluates what a model wrote, which may take for ever or all memory: so it works in processes of its own, under a deadline.
 """
@@ -33,7 +33,8 @@ START = 60.0
 
 
 class Maths:
-    """Whether an answer equals the label as mathematics does: `1/2`, `\\frac{1}{2}` and `0.5` are one answer. The label may be LaTeX.
+    """Whether an answer equals the label mathematically: `1/2`, `\\frac{1}{2}` and `0.5` are one
+    answer. The label may be LaTeX.
 
     The answer is what stands in the last `<answer>` or `\\boxed{}`; where there is neither, what math-verify finds.
 
@@ -56,21 +57,22 @@ class Maths:
         return self.seconds
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Processes stay where they are."""
+        """Pickles the settings alone: the processes stay here."""
         return _made, (self.seconds, self.memory, self.processes)
 
     async def __call__(self, answer: Answer, value: str | float) -> float:
         return await self.compare(str(value), answer.text)
 
     async def compare(self, label: str, text: str, tolerance: float = 0.0) -> float:
-        """1 where the answer in `text` equals the label, or differs by at most `tolerance` of its size; else 0.
+        """Returns 1 if the answer in `text` equals the label, or differs by at most `tolerance`
+        of its size; else 0.
 
         Raises `ValueError` for a label that is no mathematics.
         """
         return await get_running_loop().run_in_executor(self._threads, self._compare, label, text, tolerance)
 
     def _compare(self, label: str, text: str, tolerance: float) -> float:
-        """In a thread of its own, which has a process of its own."""
+        """Compares in a pool thread, each of which has a process of its own."""
         shown = marked(text)
         if shown is not None and len(shown) > LONGEST:
             return 0.0
@@ -93,7 +95,7 @@ class Maths:
 
 @cache
 def shared() -> Maths:
-    """Of verifiers that need it at times."""
+    """Returns the instance that other verifiers share."""
     return Maths()
 
 
@@ -108,7 +110,7 @@ def _expected(label: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without dollars: a currency says nothing, and marks of mathematics none where all is mathematics."""
+    """Returns the text without dollars, which mark a currency or LaTeX maths."""
     return text.replace("$", " ").strip().rstrip(".")
 
 
@@ -130,7 +132,8 @@ class Worker:
         return self.end.alive
 
     def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Its reply; None where it has none after `seconds`, or died. It is then ended."""
+        """Returns the worker's reply. If there is none after `seconds`, or the worker has died,
+        ends the worker and returns None."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin
         assert stdout

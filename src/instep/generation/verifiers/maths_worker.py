@@ -29,7 +29,8 @@ def main() -> None:
 
 
 def near(expected: list[Any], answer: list[Any], tolerance: float) -> bool:
-    """Whether one number of each differs by at most `tolerance` of the expected one's size."""
+    """Whether a number of the answer differs from an expected one by at most `tolerance` of the
+    latter's size."""
     if not tolerance:
         return False
     for one in expected:

@@ -1,4 +1,5 @@
-"""Numbers as people write them: `-$1,234.50`, `5 1/2`, `25 m^2`, `1.5 \\times 10^3`, `50%`."""
+"""Parses numbers as people write them: `-$1,234.50`, `5 1/2`, `25 m^2`, `1.5 \\times 10^3`,
+`50%`."""
 
 from __future__ import annotations
 
@@ -32,19 +33,21 @@ class Number(NamedTuple):
     percent: bool = False
 
     def equals(self, other: Number, tolerance: float = 0.0) -> bool:
-        """Exactly, or within `tolerance` of the other's size. `50%` is 50 and 0.5, as labels have either."""
+        """Whether two numbers are equal, or differ by at most `tolerance` of the other's size.
+        `50%` equals 50 and 0.5, as labels have either."""
         mine = [self.value] if not self.percent or other.percent else [self.value, self.value / 100]
         theirs = [other.value] if not other.percent or self.percent else [other.value, other.value / 100]
         return any(abs(one - two) <= abs(two) * Fraction(tolerance) for one in mine for two in theirs)
 
 
 def number(text: str) -> Number | None:
-    """The number that an answer is, with a unit or without. None where it is none, or more than a number."""
+    """Returns the number that an answer is, with a unit or without. None if the text is no
+    number, or has more in it."""
     return whole(plain(text))
 
 
 def whole(text: str) -> Number | None:
-    """`number` of a text that is `plain` already."""
+    """Does what `number` does, for a text that `plain` has returned."""
     text = text.rpartition("=")[2].strip() if "=" in text and "\\" not in text.rpartition("=")[2] else text
     while text.startswith("(") and text.endswith(")"):
         text = text[1:-1].strip()
@@ -65,7 +68,8 @@ def whole(text: str) -> Number | None:
 
 
 def plain(text: str) -> str:
-    """Without markup, with fractions of numbers and powers of ten as `3/4` and `1.5e3`."""
+    """Returns a text without markup. Fractions and powers of ten are written as `3/4` and
+    `1.5e3`."""
     text = WRAPPED.sub(r" \1 ", normal(text)).replace("**", " ").replace("`", " ").replace(" ^", "^")
     text = FRACTION.sub(lambda found: f" {found[1] or found[3]}/{found[2] or found[4]}", text)
     text = POWER.sub(lambda found: f"e{found[1] or found[2]}", text)
@@ -78,12 +82,13 @@ def plain(text: str) -> str:
 
 
 def last(text: str) -> Number | None:
-    """The last number of a text that is `plain`; digits of a power, as in `cm^2`, are none."""
+    """Returns the last number of a `plain` text. The exponent of a unit, as in `cm^2`, does not
+    count."""
     return _pick(text, -1)
 
 
 def first(text: str) -> Number | None:
-    """The first number of a text that is `plain`."""
+    """Returns the first number of a `plain` text."""
     return _pick(text, 0)
 
 
@@ -102,7 +107,8 @@ def _pick(text: str, which: int) -> Number | None:
 
 
 def _with_fraction(text: str, spans: list[tuple[int, int]], at: int) -> tuple[int, int]:
-    """The span of that number; where it is a part of `3/4` or `5 1/2`, of the whole."""
+    """Returns the span of a number, or of the fraction such as `3/4` or `5 1/2` that it is a
+    part of."""
     low = high = at
     if low > 0 and text[spans[low - 1][1] : spans[low][0]].strip() == "/":
         low -= 1
@@ -127,7 +133,7 @@ def _value(found: re.Match[str]) -> Fraction | None:
 
 
 def _is_unit(text: str) -> bool:
-    """Whether this, behind a number, leaves it the number that it is."""
+    """Whether this text after a number is a unit, and does not change the number."""
     text = POWERED.sub("", text.replace("^\\circ", "°")).strip()
     if any(letter.isdigit() or letter in "\\=<>+*^_{}[]|" for letter in text):
         return False

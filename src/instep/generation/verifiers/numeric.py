@@ -1,4 +1,4 @@
-"""Answers compared as numbers."""
+"""Judges answers by comparing numbers."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ class Numeric:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text: `1,234.5`, `-3/4`, `6e-3`."""
+    """Returns the last number in a text: `1,234.5`, `-3/4`, `6e-3`. None if there is none."""
     found = number.last(number.plain(text))
     return None if found is None else found.value
 
 
 def read(text: str) -> Number | str | None:
-    """The number that a text ends in; where it must be computed, what to compute it of. None where there is none."""
+    """Returns the number that a text ends in, or the expression that must be computed for it.
+    None if there is neither."""
     shown = marked(text)
     if shown is not None and len(shown) > LONGEST:
         return None
@@ -77,7 +78,7 @@ def read(text: str) -> Number | str | None:
 
 
 def _only(text: str) -> Number | None:
-    """The one number of a sentence."""
+    """Returns the number of a sentence that has only one, else None."""
     plain = number.plain(text)
     if _is_maths(plain) or not all(map(number.number, _with_digits(plain))):  # as `5x` is none
         return None
@@ -86,7 +87,7 @@ def _only(text: str) -> Number | None:
 
 
 def _with_digits(text: str) -> list[str]:
-    """The words of a text that have a digit."""
+    """Returns the words of a text that contain a digit."""
     return [word for word in text.split() if not word.isalpha() and any(map(str.isdigit, word))]
 
 

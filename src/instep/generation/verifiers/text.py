@@ -1,4 +1,4 @@
-"""Answers compared as text: an exact match, words in common, a format."""
+"""Judges answers as text: by an exact match, by words in common, or by their format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BETWEEN = re.compile(r"</think>\s*+<answer>")
 
 @dataclass(frozen=True)
 class Format:
-    """Whether the whole text has the form of R1's: thoughts, then an answer, each in its tags.
+    """Whether the whole text has R1's format: thoughts, then an answer, each in its tags.
 
     pattern: a regular expression that the whole text must match instead. A text with which it takes longer than `seconds` does not.
     Raises `ConfigError` for a pattern that is none.
@@ -93,7 +93,8 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class WordOverlap:
-    """The F1 score of the words that the final answer shares with the label, as SQuAD's; the best of several labels.
+    """The F1 score of the words that the final answer shares with the label, as in SQuAD. With
+    several labels, the best score counts.
 
     Of a longer answer the first 50,000 characters count.
     """
@@ -121,7 +122,8 @@ def _overlap(text: str, accepted: Sequence[str]) -> float:
 
 
 def plain_words(text: str) -> str:
-    """A text for comparison. Never empty, unless the text is."""
+    """Returns a text's words in a normal form for comparison. The result is only empty if the
+    text is."""
     text = unicodedata.normalize("NFKC", _parted(text.translate(QUOTES))).casefold().replace("\u2212", "-")
     text = unicodedata.normalize("NFC", _parted(WRAPPED.sub(r"\1", text).replace("\\(", "").replace("\\)", "")))
     words = SAYING_NOTHING.sub(_kept, text).split()
@@ -130,7 +132,7 @@ def plain_words(text: str) -> str:
 
 
 def _kept(found: re.Match[str]) -> str:
-    """What stays of a mark that says nothing in most places."""
+    """Returns what replaces a punctuation mark, which means something in few places."""
     letter, text, at = found[0], found.string, found.start()
     before, after = text[at - 1 : at], text[at + 1 : at + 2]
     if letter == "-":
@@ -140,7 +142,8 @@ def _kept(found: re.Match[str]) -> str:
 
 
 def _parted(text: str) -> str:
-    """With no long run of combining marks: `normalize` sorts one in time that grows with the square of its length."""
+    """Breaks long runs of combining marks: `normalize` sorts a run in time that grows with the
+    square of its length."""
     if text.isascii():
         return text
     kept, run = [], 0
@@ -156,6 +159,6 @@ def _parted(text: str) -> str:
 
 @lru_cache(1 << 12)
 def _marks(letter: str) -> int:
-    """How many marks it is made of; 0 where it is made of anything else."""
+    """Returns how many combining marks a letter consists of; 0 if it has any other part."""
     parts = unicodedata.normalize("NFKD", letter)
     return len(parts) if all(map(unicodedata.combining, parts)) else 0
