@@ -27,9 +27,10 @@ class Numbers(NamedTuple):
 class Dtypes(NamedTuple):
     """Tensors that an engine stores in another dtype than the source's.
 
-    sent: the dtype in which to send them. Those that an engine stores in several dtypes are not among them: they are sent as the source has
-    them, and each copy converts them. widened: stored in a dtype that has every value of the source's, and which. rounded: stored in one
-    that has not.
+    sent: the dtype in which to send each tensor that all workers store in one other dtype. A tensor
+    that an engine stores in several dtypes is sent as the source has it, and each copy converts it.
+    widened: the dtype of each tensor stored in one that has every value of the source's. rounded:
+    the dtype of each tensor stored in one that has not.
     """
 
     sent: dict[str, str]
@@ -90,7 +91,7 @@ def common(engines: Sequence[Mapping[str, str]], tensors: Sequence[TensorMeta]) 
     """Returns the dtypes in which to send tensors to all of `engines`. engines: `Dtypes.sent` of
     each.
 
-    Raises `PlanError` where they are not the same: what is sent is the same for all.
+    Raises `PlanError` where engines need different dtypes, because all are sent the same bytes.
     """
     if all(one == engines[0] for one in engines):
         return engines[0] if engines else {}

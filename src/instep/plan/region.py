@@ -168,8 +168,9 @@ def rows_of(source: Region, target: Region) -> tuple[int, int, int, int] | None:
 def strided(source: Region, target: Region, shape: Sequence[int], stride: Sequence[int]) -> tuple[Region, Region] | None:
     """Works out a copy into a tensor of `shape` that lies in memory with `stride`, not in C order.
 
-    target: of the tensor's flat index space. Returns the two regions cut into the same axes, the target's
-    as it lies in memory, from the first element on. None where it takes more than strides.
+    target: a region of the tensor's flat index space. Returns the two regions cut into the same
+    axes; the target's is in memory, counted from the tensor's first element. None where strides do
+    not express the copy.
     """
     if target.numel == 0:
         return None

@@ -82,9 +82,10 @@ def prove(engine: str, tensors: Sequence[TensorMeta], workers: Sequence[WorkerPl
     """Returns the plan of an engine. Raises `PlanError` that names the engine, the parameter or
     tensor, and what is wrong with it.
 
-    cast: whether tensors may be rounded. A wider dtype, which has every value of the source's, is always allowed.
-    whole: whether the tensors are all that a checkpoint of the trainer's model has. A buffer of the engine
-    that is not among them is its own then.
+    cast: whether tensors may be rounded. A wider dtype, which has every value of the source's, is
+    always allowed.
+    whole: whether the tensors are all that a checkpoint of the trainer's model has. If so, a buffer
+    of the engine that is not among them belongs to the engine.
     """
     for rank, worker in enumerate(workers):
         _prove_written(f"{engine} rank {rank}", worker, whole=whole)

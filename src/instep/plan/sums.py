@@ -15,7 +15,8 @@ from instep.protocol import Arrival, Region, TensorMeta, WorkerReceipt
 class Told(NamedTuple):
     """What one worker has summed up in a commit.
 
-    wholes: all of a tensor. parts: regions of one, by their numbers in the order of `plan.routes.reads`.
+    wholes: sums of whole tensors. parts: sums of regions, by their numbers in the order of
+    `plan.routes.reads`.
     """
 
     wholes: Mapping[str, int]

@@ -1,8 +1,8 @@
 """Questions of rank 0 and answers of the others, as keys of a store that rank 0 serves.
 
-A *round* is one call that every rank makes (a push). In it rank 0 asks one thing after the other, and all others answer each. The last
-thing that it tells is how the round has ended. A rank that comes late finds the newest round, so that one that missed a call, because
-something else failed there, is in step again with its next one.
+A *round* is one call that every rank makes (a push). In it rank 0 asks one question after the
+other, and all other ranks answer each. The last message says how the round has ended. A rank that
+missed a call, because something else failed there, finds the newest round at its next call.
 """
 
 from __future__ import annotations

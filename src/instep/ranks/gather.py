@@ -1,9 +1,10 @@
 """Gathers stretches of a run in rank 0, over a private group of the trainer's ranks.
 
-Rank 0 asks for a list of stretches and has them one after the other; every rank goes through the list in step with it, because what is sent
-is taken when there is room. The answer comes at the end of the list. What a rank gives of a stretch travels in slices, because it cannot
-arrive where it belongs: parts are rows, sent together. While rank 0 puts one slice in its place the other rank packs the next. So both
-hold one slice beside the stretch.
+Rank 0 asks for a list of stretches and receives them one after the other. Every rank goes through
+the list in step with it, because a send ends only when rank 0 has a buffer for it. Ranks answer the
+question at the end of the list. What a rank gives of a stretch travels in slices, because it cannot
+arrive in its final place: parts are rows, packed together. While rank 0 unpacks one slice the other
+rank packs the next. So both hold one slice beside the stretch.
 
 On a GPU nobody waits for a slice: its streams keep the order, and the next ones are asked for meanwhile. How far a process may run ahead
 of its device is bounded (`Meeting.pace`), so that it notices in time when a peer has died.

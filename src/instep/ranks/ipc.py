@@ -1,7 +1,8 @@
 """CUDA IPC from several ranks: each shares its own shards where they lie, and workers pull from all of them. Nothing is gathered.
 
-Only what no rank holds as it is sent (made by rank 0, of another dtype, or in parts that cut an 8-byte word) is brought together in rank 0,
-in buffers on its GPU that are kept. Every rank sums up what it shares while workers pull it.
+Only what no rank holds as it is sent is gathered in rank 0, in buffers on its GPU that are kept:
+tensors that rank 0 makes, that have another dtype, or whose parts cut an 8-byte word. Every rank
+sums up what it shares while workers pull it.
 """
 
 from __future__ import annotations

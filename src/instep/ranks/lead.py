@@ -21,7 +21,7 @@ from instep.transport import at_rest
 class RankedSource:
     """A `Source` whose every method but `stamp` and `score` asks the other ranks.
 
-    Beside whole tensors, gathered one by one, it has what transports need that do better: `run` and `fill`.
+    It gives whole tensors, gathered one by one. Transports that can do better use `run` and `fill`.
     """
 
     whole = True  # see `source.guarded.Guarded.whole`
@@ -104,7 +104,8 @@ class RankedSource:
         """Gathers stretches of `run`, one after the other, each in the next of `rooms`, which are
         on `device`. Each is complete for work that the current stream gets next.
 
-        The ranks are asked for as many at once as possible: until something has to be made here, which asks them for its own parts.
+        Ranks are asked for as many stretches at once as possible. A list ends with a stretch that
+        holds a made tensor, because making it asks the ranks for their parts.
         """
         for together in lists(stretches, lambda stretch: any(self._made_within(run, stretch.low, stretch.high))):
             taken = take_all(self.meeting, run, self.module.memory, device, together, rooms)

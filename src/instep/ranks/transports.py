@@ -63,7 +63,8 @@ class Gathering(BroadcastTransport):
     size. A slice is so large that two ranks, which give about half each, need no more than one for
     a bucket.
 
-    whole: all are brought together first, which takes the memory of the model.
+    whole: whether all buckets are gathered before the first is sent, which takes the memory of the
+    model.
     """
 
     def __init__(self, backend: str, timeout: float, source: RankedSource, *, whole: bool) -> None:

@@ -98,7 +98,7 @@ def _pairs(live: nn.Module, fresh: nn.Module, stops: Container[int]) -> Iterator
     """Yields each place that `fresh` leads to, with what both models hold there. An object that
     both share is left out.
 
-    stops: ids of modules, which have places of their own.
+    stops: ids of modules, which are compared under their own names.
     """
     seen: set[tuple[int, int]] = set()
     alive: list[object] = []  # so that no id is reused

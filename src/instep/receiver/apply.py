@@ -54,8 +54,9 @@ class Arrival(Protocol):
         """Starts the copies of direct layers. Returns the tensors that other layers read, which are
         valid until the commit ends.
 
-        watched: routes that the reload session fills, compared afterwards. in_turn: each tensor is asked for once, in the
-        order of the result, so that those of bytes which pass by need not be kept.
+        watched: routes that the reload session fills, compared afterwards. in_turn: whether each
+        tensor is asked for once, in the order of the result. Then tensors that pass by in buckets
+        need not be kept.
         """
 
     def held(self, watched: Copies) -> Sequence[object]:
@@ -74,9 +75,9 @@ class Applier:
     """Writes versions into one worker's layers. `direct` and `rebuild` hold the promoted layers,
     `reload` the others with the reason.
 
-    unproved: layers on reload that cannot be read back, and why. comparable: those that were. read:
-    tensors that the last commit read back from layers on reload. derived: places of what follows from
-    weights, by the modules that hold it. compared: with the engine's initial load, in the first commit.
+    unproved: layers on reload that cannot be read back, and why. comparable: layers that can. read:
+    tensors that the last commit read back. derived: places of what follows from weights, by the
+    modules that hold it. compared: the first commit's comparison with an initial load.
     """
 
     host: Host
@@ -250,8 +251,9 @@ class Applier:
     def _find_derived(self, before: Look, after: Look) -> None:
         """Keeps layers on reload whose modules hold what is derived from weights.
 
-        A module without routes counts too: what it holds follows from some layer's weights, it is not
-        known from which. The session, which rebuilds it, runs on every commit."""
+        A module without routes counts too. What it holds follows from some layer's weights, but it
+        is not known which. The session, which rebuilds the module, runs on every commit.
+        """
         self.derived = after.changed(before)
         for name, places in self.derived.items():
             if self.reload.get(name, UNPROVED) == UNPROVED:

@@ -1,8 +1,9 @@
 """The bytes of a version during one commit: how direct layers get them, and how the worker proves
 that they did.
 
-Where the published bytes can be seen from here, they are copied region by region and compared with live storage. Where they lie in another
-process's GPU memory, one kernel pulls them and takes their digests on the way. Where they pass by in buckets, see `stream.py`.
+Published bytes that are mapped into this process are copied region by region and compared with live
+storage. Bytes in another process's GPU memory are pulled by one kernel, which takes their digests
+on the way. For bytes that pass by in buckets see `stream.py`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class Seen:
 class Pulled:
     """Bytes in the memory of a GPU that another process owns.
 
-    launch: of the trainer's sums (see `protocol.CommitRequest`). wholes: see `protocol.PrepareRequest`.
+    launch: number of the launch of the trainer's sums (see `protocol.CommitRequest`). wholes: see
+    `protocol.PrepareRequest`.
     """
 
     once = False
@@ -183,7 +185,8 @@ def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collecti
     """Chooses how a version's bytes come in. Where the trainer sends them it waits for the first
     bucket, before anything is written.
 
-    launch: of the trainer's sums (see `protocol.CommitRequest`). wholes: see `protocol.PrepareRequest`.
+    launch: number of the launch of the trainer's sums (see `protocol.CommitRequest`). wholes: see
+    `protocol.PrepareRequest`.
     """
     if isinstance(reader, Visible):
         return Seen({meta.name: reader.tensor(meta) for meta in manifest.tensors}, manifest.tensors)
@@ -196,8 +199,8 @@ def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collecti
 def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, int]]:
     """Waits for the bytes. Returns the seconds that took, and the digests of what has arrived.
 
-    Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer published, where the manifest says which and
-    this worker has looked at all of them.
+    Raises `DigestMismatch` naming the first tensor whose bytes are not those that the trainer
+    published. That needs digests in the manifest, and a worker that has read all bytes.
     """
     started = time.perf_counter()
     digests = reader.arrive([meta for meta in manifest.tensors if not meta.alias_of])

@@ -17,11 +17,12 @@ from instep.receiver.regions import place
 class Copies:
     """The copies of some of a worker's layers.
 
-    asked: their routes, constants left out. routes: the same, with targets in the parameters' memory
-    (`regions.place`). every: the routes of all layers. others: checkpoint tensors that other layers read.
+    asked: the routes of these layers, constants left out. routes: the same, with targets in the
+    parameters' memory (`regions.place`). every: the routes of all layers. others: checkpoint
+    tensors that other layers read.
     live: the parameters that are written, by name.
-    elsewhere: those of which no strides say where their elements lie. compared: layers that can be read
-    back, of those that a reload session writes.
+    elsewhere: parameters whose layout no strides express. compared: layers that a reload session
+    writes and that can be read back.
     """
 
     def __init__(

@@ -28,8 +28,9 @@ Summary = int | None
 class Reads:
     """The regions that some routes read, each once. A slot is an index into `regions`.
 
-    every: the routes of all layers. runs: what is to be read of the tensors to sum each region up;
-    nothing where it is all of a tensor, which is summed up as it is taken, and where it cuts words.
+    every: the routes of all layers. runs: what the kernel reads to sum up each region. It is empty
+    for a region that is all of a tensor, which is summed up when it is pulled, and for one that
+    cuts words.
     """
 
     def __init__(self, asked: Sequence[Route], every: Sequence[Route], metas: Mapping[str, TensorMeta], places: Places) -> None:

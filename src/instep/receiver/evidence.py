@@ -67,8 +67,8 @@ class Same:
 class Look:
     """What a model's modules hold at this moment.
 
-    spared: tensors whose memory is not looked at, nor that of their views: the weights of the plan,
-    and what generation fills.
+    spared: tensors whose memory, and that of their views, is not summed up: the weights of the
+    plan, and what generation fills.
     """
 
     def __init__(self, model: nn.Module, spared: Iterable[torch.Tensor]) -> None:

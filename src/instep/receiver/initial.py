@@ -45,7 +45,8 @@ def compare(host: Host, plan: WorkerPlan, tensors: Tensors, others: Tensors) -> 
     """Compares what a reload session has left in `host` with what the engine's initial load makes
     of the same weights.
 
-    tensors: those that the session was given last. others: tensors of the same names and shapes, in which no element is the same.
+    tensors: those that the session was given last. others: tensors of the same names and shapes
+    that differ from them in every element.
 
     Raises `ApplyError`, naming the first layer that differs, what of it, and the engine's software. Nothing live is written.
     """

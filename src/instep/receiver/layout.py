@@ -31,8 +31,9 @@ def shape_only(model: nn.Module) -> Iterator[Layout]:
     """Replaces every parameter and buffer by a tensor on the meta device within its block.
     Afterwards the live ones are back.
 
-    The checkpoint layout of a model that keeps its tensors as its loader takes them. There they are
-    contiguous: a region of a tensor counts its elements in order, however it lies in memory.
+    This is the checkpoint layout of a model that keeps its tensors as its loader takes them. The
+    stand-ins are contiguous: a region of a tensor counts its elements in order, whatever the
+    strides.
     """
     live = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     try:

@@ -29,7 +29,8 @@ class Proof:
         """Makes a proof of sums that are still to be compared. some: sums of regions, by different
         layers.
 
-        wanted: tensors that this worker reads. Raises `ApplyError` for one of which nothing was summed up.
+        wanted: tensors that this worker reads. Raises `ApplyError` for a wanted tensor of which
+        nothing was summed up.
         """
         parts: Parts = dict(some[0])
         for name, sums in chain.from_iterable(one.items() for one in some[1:]):

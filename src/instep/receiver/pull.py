@@ -46,7 +46,7 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, whole
     """Works out the kernel's copies. A tensor is odd if one of its routes is no whole number of
     words, or if routes overlap.
 
-    wholes: tensors that are odd because what all workers read of them overlaps.
+    wholes: tensors that are odd because the regions that all workers read overlap or leave gaps.
     """
     made = Moves()
     of_tensor: dict[str, list[tuple[Route, Route, Region]]] = defaultdict(list)

@@ -36,7 +36,8 @@ def place(param: torch.Tensor, source: Region, target: Region) -> tuple[Region, 
     """Returns what a copy into a live parameter reads, and where it goes in memory, counted from
     the parameter's first element.
 
-    None where no strides say that: the parameter is laid out in another way than its loader takes it.
+    None where no strides express that: the parameter is laid out in another way than its loader
+    takes it.
     """
     if param.is_contiguous():
         return source, target
@@ -67,7 +68,7 @@ def holds(param: torch.Tensor, route: Route, tensors: Tensors) -> bool:
     """Whether a live parameter has, bit for bit, what a route brings. The tensor is widened if the
     parameter's dtype is wider.
 
-    False where it is laid out in another way.
+    Returns False for a parameter in another layout.
     """
     if route.tensor is None or route.source is None:
         return True

@@ -22,8 +22,8 @@ class Scrambled(Mapping[str, torch.Tensor]):
     """Tensors of the given names, shapes and dtypes, made when they are asked for. An alias has the
     values of the tensor that it stands for.
 
-    Numbers are from 16 to 32, in an order of their own for each tensor; in the next turn from 32 to 64. Integers are zeros,
-    which are valid as indices.
+    Numbers are from 16 to 32, in a different order for each tensor; with `turn=1` from 32 to 64.
+    Integers are zeros, which are valid as indices.
     """
 
     def __init__(self, metas: Iterable[TensorMeta], device: str, turn: int = 0) -> None:

@@ -63,7 +63,8 @@ class Serves:
     def accept(self, request: Request) -> None:
         """Notes that the trainer has proved what the last commit wrote. Safe to repeat.
 
-        Raises `VersionConflict` where that was another version or another trainer's.
+        Raises `VersionConflict` where the last commit wrote another version or was another
+        trainer's.
         """
         version, taken = decode(request.body, str), self.taken
         if taken is None or (taken.session, taken.version) != (request.session, version):

@@ -226,7 +226,7 @@ class Receiver(Serves):
     def commit(self, request: Request) -> WorkerReceipt:
         """Between two engine steps: copies, rebuilds derived state, proves, and takes the version.
 
-        What the trainer alone can prove is not served, and its label not changed, before it says so (`accept`).
+        A version that only the trainer can prove is served, under its label, after `accept`.
         """
         wanted = decode(request.body, CommitRequest)
         if wanted.again is not None:

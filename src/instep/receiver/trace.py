@@ -44,8 +44,9 @@ UNNOTICED = (
 def trace(host: Host, tensors: Sequence[TensorMeta]) -> WorkerPlan:
     """Works out what the worker's loader would do with `tensors`. Nothing live is written.
 
-    Raises `PlanError`, naming the tensor: where the loader refuses it or would write memory that is in
-    use, where two tensors would go to the same memory, and where no way leads to a parameter.
+    Raises `PlanError`, naming the tensor, where the loader refuses it or would write memory that is
+    in use, where two tensors would go to the same memory, and where neither copies nor a reload
+    session can fill a parameter.
     """
     real = [meta for meta in tensors if not meta.alias_of]
     live_owner = owners(host.model)

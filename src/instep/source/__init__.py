@@ -24,8 +24,8 @@ from instep.protocol import TensorMeta
 class Look(NamedTuple):
     """A source at one moment: its `metadata` and its `stamp`.
 
-    place: equal to that of an earlier moment only if every tensor that `tensors` gives lies where it
-        lay then. None where nobody knows, or where the source makes tensors.
+    place: equal to that of an earlier moment only if every tensor that `tensors` gives lies where
+    it lay then. None if that is not known, or if the source makes tensors.
     """
 
     metadata: list[TensorMeta]

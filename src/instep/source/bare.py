@@ -59,8 +59,9 @@ def merge(path: str, layer: Any, own: Mapping[int, torch.Tensor] | None = None) 
     what peft's `merge_and_unload` computes. For a layer that computes weights itself, returns those
     weights.
 
-    own: the values of the layer's tensors by the ids of those that are in it, where it has shapes alone; they are written to. Otherwise
-    takes the memory of one layer. Raises `SourceError` when they cannot be computed.
+    own: current values by the ids of the layer's tensors, for a layer on the meta device; the
+    values are written to. Without `own` the call takes the memory of one layer. Raises
+    `SourceError` when the weights cannot be computed.
     """
     if not _is_adapter_layer(layer):
         mine = own or {id(one): one.detach().clone() for one in (*layer.parameters(), *layer.buffers())}

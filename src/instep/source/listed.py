@@ -15,7 +15,8 @@ from instep.source.live import FACTS
 class Listed:
     """Names and tensors of a dict at one moment. Tensors are held by weak references.
 
-    structure: equal to that of no other `Listed`. facts: equal for equal names of the same memory.
+    structure: an object that no other `Listed` has. facts: equal for equal names of the same
+    memory.
     """
 
     def __init__(self, mapping: Mapping[Any, torch.Tensor]) -> None:

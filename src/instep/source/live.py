@@ -21,8 +21,8 @@ FACTS = (torch.Tensor.data_ptr, torch.Tensor.stride, *(getattr(torch.Tensor, fac
 class Live:
     """Every parameter and persistent buffer of a module, under the names it has with wrappers and adapters in place.
 
-    names, tensors: in the model's order; a tied tensor is there under each of its names.
-    structure: equal to that of no other `Live`.
+    names, tensors: in the model's order; a tied tensor is listed under each of its names.
+    structure: an object that no other `Live` has.
     """
 
     def __init__(self, root: nn.Module) -> None:

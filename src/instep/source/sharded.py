@@ -1,9 +1,10 @@
 """A module whose tensors lie in several processes: what this process holds of each checkpoint
 tensor.
 
-Most checkpoint tensors are live tensors, or boxes of them: their bytes go straight from where they lie to where they are wanted. The others
-are *made*: an adapter is merged into them, or the checkpoint format joins them. For those the live tensors they are made of have to be
-brought together, one group at a time.
+Most checkpoint tensors are live tensors, or boxes of them, and their bytes are copied straight to
+where they are wanted. The others are *made*: an adapter is merged into them, or the checkpoint
+format joins them. For those, the live tensors that they are made of are gathered, one group at a
+time.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ Whole = Callable[[list[str]], dict[str, torch.Tensor]]
 class Description(msgspec.Struct, frozen=True):
     """What a rank reports about its part of the model.
 
-    tensors: of the checkpoint, the same on every rank. pieces: what this rank holds of those that are not in `made`.
-    parts: the live tensors that those in `made` are made of. part_pieces: what this rank holds of them.
+    tensors: the checkpoint tensors, the same on every rank. pieces: what this rank holds of those
+    that are not in `made`.
+    parts: the live tensors that those in `made` are made of. part_pieces: what this rank holds of
+    `parts`.
     """
 
     tensors: list[TensorMeta]

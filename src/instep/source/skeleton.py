@@ -44,7 +44,8 @@ class Skeleton:
     """Copies a module's structure without the wrappers of training. module: the copy, with adapters
     left in place.
 
-    held: what this rank holds of each of its tensors, by the id of the shape that stands for it. names: of them.
+    held: this rank's shard of each tensor, by the id of the stand-in on the meta device. names: the
+    name of each stand-in, by its id.
     """
 
     def __init__(self, root: nn.Module) -> None:

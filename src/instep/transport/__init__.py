@@ -59,11 +59,12 @@ Read = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 class Placed:
     """A source's tensors with their names, read anew by each call.
 
-    read, again: the first read of a version and the second one, which shows that nothing has changed meanwhile; None in the
-    second stands for a value that the source has compared by itself.
-    stays: whether a value is left alone by the source while others are asked for.
-    place: one that is equal to that of an earlier version says that each tensor lies where it lay then. None where nobody knows.
-    digests: required of a version that is sent once more. None for a new version.
+    read, again: the first and the second read of a version. The second one shows that nothing has
+    changed meanwhile; there None stands for a value that the source has compared by itself.
+    stays: whether the source leaves a value alone while others are asked for.
+    place: if it equals that of an earlier version, every tensor lies where it lay then. None if
+    that is not known.
+    digests: those that a version must have which is sent once more. None for a new version.
     """
 
     read: Read
@@ -196,7 +197,7 @@ class Visible(Reader):
 class Remote(Reader):
     """Bytes in the memory of a GPU that another process owns. The commit pulls them.
 
-    bases: where the allocations that hold them are mapped here.
+    bases: the addresses in this process at which the trainer's allocations are mapped.
     """
 
     device: torch.device

@@ -44,7 +44,8 @@ class AutoTransport:
     """Uses the first of its candidates that reaches every engine. Candidates are asked from the
     fastest to the most general.
 
-    only: one of them by name, or `auto`. every: the candidates, where they are others than those of a trainer in one process.
+    only: the name of one candidate, or `auto`. every: the candidates by name; by default those of a
+    trainer in one process.
     """
 
     def __init__(self, only: str, timeout: float, every: Mapping[str, Transport] | None = None) -> None:
