@@ -89,7 +89,7 @@ class Run:
         """Halves bytes `low` to `high` until `rank` gives at most `step` bytes of each slice.
         Slices of which it gives nothing are left out.
 
-        step: ALIGN at least.
+        step: at least ALIGN.
         """
         size = self.nbytes(rank, low, high)
         if size > step:

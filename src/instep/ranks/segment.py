@@ -1,9 +1,10 @@
 """A shared segment that every rank of a trainer writes to: each element is copied once, from its
 shard to its place in the version.
 
-Workers find whole tensors and need to know nothing of shards; the only memory beside the trainer's own is the segment, of which
-each rank fills as much as it gives. When all have written, each reads what it gave once more and compares (see `transport.again`).
-Digests are taken of what was written, each rank looking at an equal part of the segment.
+Workers find whole tensors and need to know nothing of shards. The segment is the only memory beside
+the trainer's own. When all ranks have written, each reads what it gave once more and compares (see
+`transport.again`). Digests are taken of what was written, and each rank sums up an equal part of
+the segment.
 """
 
 from __future__ import annotations

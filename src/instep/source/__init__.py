@@ -37,8 +37,8 @@ class Look(NamedTuple):
 class Source(Protocol):
     """What a push needs to know of a trainer.
 
-    A push calls `tensors` twice, and is refused where the second call gives other bytes than the first: so values are those of
-    one moment, whoever writes to them and however.
+    A push calls `tensors` twice, and fails if the second call gives other bytes than the first. So
+    all values are those of one moment, whatever writes to them.
 
     A source may have more, which is looked at where the same class has `tensors`:
     `look() -> Look`, where that takes less than asking one by one.

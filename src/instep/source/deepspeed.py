@@ -1,7 +1,8 @@
-"""Where ZeRO-3 keeps its partitions: equal ranges of each parameter's flat index space, the last ones padded.
+"""Finds a rank's ZeRO-3 partitions. They are equal ranges of each parameter's flat index space, the
+last ones padded.
 
-Which parameters are partitioned is told by `ds_id`: the parameters themselves are placeholders, or whole for as long as a layer computes.
-The other stages leave every rank the whole parameters.
+A parameter with `ds_id` is partitioned. The parameter itself is a placeholder, or whole for as long
+as a layer computes. The other stages leave every rank the whole parameters.
 """
 
 from __future__ import annotations

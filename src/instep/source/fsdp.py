@@ -1,7 +1,8 @@
-"""Where FSDP keeps its shards.
+"""Finds the shards that FSDP keeps on a rank, in either version.
 
-Both versions swap a module's parameters while they compute. The shards themselves stay where they are, and hold the current values also
-between backward and step, with gradients pending, and before the first forward.
+Both versions swap a module's parameters while they compute. The shards themselves stay in place.
+They hold the current values even between backward and step, with gradients pending, and before the
+first forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How the tensors of a live module lie in the checkpoint that `save_pretrained` would write.
 
-transformers renames, splits and joins tensors when it saves (packed experts are saved one by one). That conversion runs here once over
-tensors that have shapes but no bytes. Each checkpoint tensor that is only moved data turns out as a region of a live one; the
-rest is named with the live tensors it is made of, and `convert` makes it for real.
+transformers renames, splits and joins tensors when it saves (packed experts are saved one by one).
+That conversion runs here once over tensors on the meta device. A checkpoint tensor that only moves
+data becomes a region of a live one. Any other is listed with the live tensors it is made of, and
+`convert` computes it.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def layout(module: nn.Module, state: Mapping[str, torch.Tensor], same: Mapping[s
     """Returns the checkpoint tensors of `module` with the state dict `state`, in the model's order.
     Tied names are aliases.
 
-    `same` gives two names one value where they are the same bytes. Raises `SourceError` where transformers cannot save the
-    module, or where its conversion loses a tensor.
+    same: maps each name to a key that names of the same bytes share. Raises `SourceError` where
+    transformers cannot save the module, or where its conversion loses a tensor.
     """
     if _is_pretrained(module):
         ignored: Any = module._keys_to_ignore_on_save or ()
@@ -126,7 +127,8 @@ def _kept_names(module: nn.Module, same: dict[str, Hashable]) -> dict[str, str]:
 class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows tensors without bytes through a conversion and notes which inputs each storage is made of.
 
-    A copy that changes strides alone is left out: what only moves data ends as a view of its input.
+    A copy that changes strides alone is not made, so that an output which only moves data ends as a
+    view of its input.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Weights that a module computes from other tensors whenever it uses them, as `weight_norm` does: an engine gets what comes out.
 
-`torch.nn.utils.parametrize` computes them when they are asked for. The hooks that came before it (`torch.nn.utils.weight_norm`,
-`spectral_norm`, `prune`) compute them before each forward, so what the module holds between two of them may be of an earlier step.
+`torch.nn.utils.parametrize` computes the weights on access. The older hooks
+(`torch.nn.utils.weight_norm`, `spectral_norm`, `prune`) compute them before each forward, so
+between two forwards the module may hold weights of an earlier step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A sharded module's structure, with a tensor on the meta device in the place of each one, and what
 this rank holds of each.
 
-Whatever reads a whole module's structure (names, ties, adapters, checkpoint layout) reads a skeleton in the same way, on every rank alike.
-The trainer's module is looked at and never written: no hook runs, nothing is gathered.
+Names, ties, adapters and the checkpoint layout are read from a skeleton as from a whole module, on
+every rank alike. The trainer's module is never written: no hook runs, nothing is gathered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The second read of a source, which shows that what was sent is of one moment.
 
-The proof is that of a double collect: every tensor is read twice with the same result, and all first reads end before any second one
-begins. So between the two the source held these very bytes, whoever writes to it and whether or not PyTorch counts it.
+The proof is a double collect: every tensor is read twice with the same result, and all first reads
+end before any second read begins. So between the two the source held these very bytes, whatever
+writes to it and whether or not PyTorch counts the write.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A private process group: torch's own NCCL or Gloo, on a store of its own. Torch's global group is neither needed nor touched.
 
-The first rank serves the store; the others find it by address. Every wait ends: at its deadline, when a peer's connection breaks, or when
-any rank writes the reason why it gives up into the store. A group that ended in an error is of no more use: make a new one.
+The first rank serves the store; the others find it by address. Every wait ends: at its deadline,
+when a peer's connection breaks, or when a rank writes into the store why it gives up. A group that
+ended in an error cannot be used again: make a new one.
 """
 
 from __future__ import annotations

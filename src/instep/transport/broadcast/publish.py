@@ -1,11 +1,13 @@
 """Broadcast over a private group, for engines on other hosts: the trainer is rank 0, the workers of all engines follow in their order.
 
-The version is one run of bytes (`plan.buckets.layout`), sent in buckets. Two of them are under way at a time: while one travels the next is
-packed, and the one before is looked through. Nobody holds more than two, except where a version is staged:
+The version is one run of bytes (`plan.buckets.layout`), sent in buckets. While one bucket travels
+the next is packed, and the one before is summed up. No process holds more than two buckets, unless
+it stages the version.
 
-Gloo sends in `prepare`, into memory of each worker's own, while engines go on generating: a peer that dies leaves every engine with what
-it served. NCCL sends in `commit`, between two engine steps, straight into live parameters: there is no room for a second model on a
-GPU, and its collectives must not run beside the engine's own. The sums of all tensors follow the last bucket.
+Gloo sends in `prepare`, into each worker's own memory, while engines go on generating. If a peer
+dies, every engine keeps what it served. NCCL sends in `commit`, between two engine steps, straight
+into live parameters. A GPU has no room for a second model, and the collectives must not run beside
+the engine's own. The sums of all tensors follow the last bucket.
 """
 
 from __future__ import annotations
