@@ -1,4 +1,5 @@
-"""An engine in memory whose workers are processes of their own, so that what they hold and do is not counted as a trainer's."""
+"""An engine in memory whose workers are separate processes, so that their memory and work are
+not counted as the trainer's."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SECONDS = 120.0
 
 
 def serve(pipe: Any, metas: dict[str, tuple[tuple[int, ...], str]], rank: int, size: int) -> None:
-    """A worker's process."""
+    """Runs a worker's process."""
     from instep.engine.memory_host import MemoryHost
     from instep.receiver.state import Receiver
 
@@ -29,7 +30,8 @@ def serve(pipe: Any, metas: dict[str, tuple[tuple[int, ...], str]], rank: int, s
 
 
 class Apart:
-    """checkpoint: what the engine is built for; its first weights are not those. tp: workers."""
+    """An engine with workers in separate processes. checkpoint: the tensors it is built for; its
+    first weights are others. tp: number of workers."""
 
     name = "memory"
 
@@ -46,7 +48,7 @@ class Apart:
         self.threads = ThreadPoolExecutor(max_workers=tp)
 
     def fingerprint(self) -> int:
-        """A number that depends on every bit of every worker's weights."""
+        """Returns a number that depends on every bit of every worker's weights."""
         total: int = sum(self._ask(pipe, "fingerprint") for pipe in self.pipes)
         return total & MASK
 

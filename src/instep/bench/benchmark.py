@@ -1,4 +1,4 @@
-"""The run from beginning to end."""
+"""Runs the benchmark from beginning to end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ IDLE = 0.02
 
 
 class Benchmark:
-    """say: is told of each result as it comes. kind: of the trainer. Raises `ConfigError` where the machine has no room for it."""
+    """One run of the benchmark. say: called with each result as it comes. kind: of the trainer.
+    Raises `ConfigError` if the machine has no room for it."""
 
     def __init__(self, shapes: str, repeats: int, say: Callable[[str], object], kind: TrainerKind = "plain") -> None:
         self.shapes, self.repeats, self.say = shapes, repeats, say
@@ -54,7 +55,7 @@ class Benchmark:
         return Fsdp2Trainer(self.shapes, (self.devices[0], self.devices[1]))
 
     def run(self, scratch: Path) -> Results:
-        """scratch: a directory for as long as it lasts."""
+        """Runs all stages. scratch: a directory that exists until this returns."""
         plan = stages(self.shapes, self.trainer, scratch)
         for stage in plan:
             for name, sources in stage.copies.items():
@@ -76,7 +77,7 @@ class Benchmark:
             self.found(limit)
 
     def measure_calls(self, subject: Subject) -> None:
-        """What a push pays for calls beside what they move."""
+        """Measures the calls of a push that move no weights."""
         engine = connect(subject.engine)
         calls = {
             "nothing": lambda: subject.call("pid"),
@@ -87,7 +88,7 @@ class Benchmark:
         self.calls[subject.name] = {name: median(some[name] for some in seconds) for name in calls}
 
     def play(self, stage: Stage) -> None:
-        """Every way of the stage becomes a row, whatever happens."""
+        """Runs one stage. Every way of it becomes a row, even if it fails."""
         self.say(f"starting an engine on {stage.engine}")
         waiting = list(stage.ways)
         try:
@@ -117,7 +118,8 @@ class Benchmark:
         self.say(f"{copy.method} to {copy.to}: {copy.error or time(median(copy.seconds))}")
 
     def attempt(self, what: str, call: Callable[[], object]) -> str | None:
-        """What cannot be measured is noted. Returns why, if something still hangs."""
+        """Runs a measurement, and notes why if it fails. Returns the reason if it still hangs,
+        else None."""
         try:
             bounded(what, call)
         except Exception as error:
@@ -138,7 +140,7 @@ class Benchmark:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call that comes after a while."""
+    """Returns the seconds of a call that comes after `IDLE` seconds without work."""
     sleep(IDLE)
     started = perf_counter()
     call()

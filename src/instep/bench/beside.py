@@ -1,4 +1,4 @@
-"""A push beside the fastest of vLLM's own ways in the same run.
+"""Compares a push with the fastest of vLLM's own ways in the same run.
 
 The overview of `docs/benchmarks.md` and its picture show these numbers.
 """
@@ -15,7 +15,7 @@ OURS, THEIRS = "instep ", "vLLM"
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds are medians.
+    """A push and vLLM's fastest way into one engine. Seconds are medians.
 
     push, theirs: end to end. limit: a plain copy of the same bytes, where that was measured.
     """
@@ -32,12 +32,12 @@ class Beside(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> float:
-        """How many times longer vLLM's takes."""
+        """How many times longer vLLM's way takes."""
         return self.theirs / self.push
 
 
 def beside(results: Results) -> Iterator[Beside]:
-    """One for each engine into which both bring the weights."""
+    """Yields one comparison for each engine into which both bring the weights."""
     setting = results.setting
     for engine in dict.fromkeys(row.engine for row in results.rows):
         rows = sorted(

@@ -1,5 +1,5 @@
-"""The methods to copy all regions of one plan, side by side and in one process: from the trainer's tensors into fused layers like an
-engine's."""
+"""Compares methods to copy all regions of one plan within one process: from the trainer's
+tensors into fused layers like an engine's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARM_UPS = 3
 
 
 class NotCopied(Exception):
-    """A method left a region as it was."""
+    """A method left a region uncopied."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Plan:
     device: torch.device
 
     def pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of all targets, and of their sources."""
+        """Returns views of all targets, and of their sources."""
         moves = [(route, route.tensor, route.source) for route in self.routes]
         targets = [view(self.live[route.param], route.target) for route, _, _ in moves]
         return targets, [view(self.tensors[name], source) for _, name, source in moves if name is not None and source is not None]
 
 
 def make_plan(tensors: Tensors, device: torch.device) -> Plan:
-    """Fused layers of zeros on `device`, laid out as engines lay them out."""
+    """Makes a plan into fused layers of zeros on `device`, laid out as engines lay them out."""
     with device:
         host = MemoryHost(tensors, 0, 1)
     metas = [TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -56,13 +56,14 @@ def make_plan(tensors: Tensors, device: torch.device) -> Plan:
 
 
 def copies(tensors: Tensors, device: torch.device, repeats: int) -> list[Copy]:
-    """One entry for each method; one that fails says why."""
+    """Measures every method. A method that fails gives an entry with its error."""
     plan = make_plan(tensors, device)
     return [measure(name, method, plan, repeats) for name, method in METHODS.items() if device.type == "cuda" or method not in ON_GPUS]
 
 
 def digest_alone(tensors: Tensors, device: torch.device, repeats: int) -> Copy:
-    """What a trainer adds up of its tensors, which are on `device`, for each push. Nothing is moved."""
+    """Measures the sums that a trainer takes of its tensors on `device` for each push. Nothing
+    is moved."""
     metas = [TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
     table = Table([in_one(tensors[meta.name].data_ptr(), meta, slot) for slot, meta in enumerate(metas)], len(metas), device, copy=False)
 
@@ -105,7 +106,7 @@ def foreach(plan: Plan) -> Callable[[], object]:
 
 
 def kernel(plan: Plan) -> Callable[[], object]:
-    """The kernel of a push without what it adds up on the way."""
+    """Returns the kernel of a push without its sums."""
     from instep.bench.kernel import copy
 
     table = _puller(plan).table
@@ -118,7 +119,8 @@ def kernel(plan: Plan) -> Callable[[], object]:
 
 
 def kernel_with_digest(plan: Plan) -> Callable[[], object]:
-    """What a push over CUDA IPC does in the engine's worker, the sums brought to the host."""
+    """Returns what a push over CUDA IPC does in the engine's worker, the sums brought to the
+    host."""
     puller, reader = _puller(plan), _OneProcess(plan)
 
     def pull() -> object:
@@ -137,7 +139,7 @@ def _puller(plan: Plan) -> Puller:
 
 
 class _OneProcess:
-    """What a puller asks of its reader, where the tensors are in its own process."""
+    """A reader for a puller in the process that has the tensors."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.device = plan, plan.device

@@ -35,7 +35,7 @@ def in_memory(count: int) -> Iterator[Sequence[Any]]:
 
 @contextmanager
 def over_http(count: int) -> Iterator[Sequence[Any]]:
-    """Servers in threads of this process, at free ports of the loopback."""
+    """Starts servers in threads of this process, at free ports of the loopback."""
     import threading
 
     import uvicorn
@@ -89,7 +89,8 @@ FLEETS: dict[str, tuple[Callable[[int], Any], tuple[int, ...]]] = {
 
 
 def measure(over: str, count: int, pushes: int = PUSHES) -> tuple[float, float]:
-    """Seconds of a push, and of the longest pause in it: medians, the first pushes left out."""
+    """Returns the seconds of a push, and of the longest pause in it: medians, without the first
+    pushes."""
     source = weights()
     with FLEETS[over][0](count) as engines, WeightSync(source, engines) as sync:
         totals, pauses = [], []

@@ -1,4 +1,5 @@
-"""A trainer of two ranks under FSDP2: this process, and one that it starts. Each has half of every weight on its own device."""
+"""A trainer of two ranks under FSDP2: this process, and one that it starts. Each has half of
+every weight on its own device."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ AFTER = 20.0
 
 
 def sharded(name: str, device: str, rank: int, port: int) -> Any:
-    """One rank's part of the model that `shapes.model` makes."""
+    """Makes one rank's part of the model that `shapes.model` makes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -44,7 +45,7 @@ def negate(model: Any) -> None:
 
 
 class Rank:
-    """What rank 1 does when rank 0 says so."""
+    """The methods that rank 1 runs at rank 0's request."""
 
     def __init__(self, name: str, device: str, port: int) -> None:
         self.name, self.device, self.port = name, device, port
@@ -83,7 +84,7 @@ class Rank:
 
 
 def serve(pipe: Any, kind: type[Rank], name: str, device: str, port: int) -> None:
-    """Rank 1's process. It ends with rank 0's."""
+    """Runs rank 1's process, which ends with rank 0's."""
     if device != "cpu":
         torch.cuda.set_device(device)
     rank = kind(name, device, port)
@@ -101,7 +102,7 @@ def serve(pipe: Any, kind: type[Rank], name: str, device: str, port: int) -> Non
 
 
 class Peer:
-    """Rank 1, as rank 0 sees it."""
+    """Rank 0's handle on rank 1."""
 
     def __init__(self, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -112,7 +113,8 @@ class Peer:
 
     @contextmanager
     def doing(self, what: str, *arguments: Any, seconds: float = DEADLINE) -> Iterator[None]:
-        """Around this rank's half of something that both do. Raises `RuntimeError` for what went wrong there alone."""
+        """Has rank 1 do its half of a step while this block does the other. Raises
+        `RuntimeError` for an error of rank 1."""
         self.pipe.send((what, arguments))
         try:
             yield
@@ -136,7 +138,8 @@ class Peer:
 
 
 class Fsdp2Trainer(Trainer):
-    """sharded: this rank's half. `model` and `tensors` are whole, with the same weights: what the engine is compared with.
+    """A trainer of two ranks. sharded: this rank's half. `model` and `tensors` are whole, with
+    the same weights; the engine is compared with them.
 
     devices: of both ranks. There is one of these in a process at a time.
     """
@@ -161,7 +164,7 @@ class Fsdp2Trainer(Trainer):
             super().step()
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gathered one by one, while the other rank does "gather"."""
+        """Gathers the tensors one by one, while the other rank runs "gather"."""
         return ((name, param.full_tensor()) for name, param in self.sharded.named_parameters())
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ PUSHED: dict[CachePolicy, str] = {policy: f"{ACTOR}, a push every {EVERY:g} s, c
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """One timed run. paused: seconds in which the engine stood still for a push, of `pushes`."""
+    """One timed run. paused: seconds for which the engine was paused by `pushes` pushes."""
 
     way: str
     tokens: int
@@ -60,18 +60,20 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """requests: prompts of a run, with `SAMPLES` samples of `LENGTH` tokens each, all sent at once."""
+    """All runs. requests: prompts of a run, with `SAMPLES` samples of `LENGTH` tokens each, all
+    sent at once."""
 
     setting: Setting
     requests: int
     runs: list[Rate]
 
     def rate(self, way: str) -> float:
-        """Tokens a second, the median of the runs."""
+        """Returns tokens per second, the median of the runs."""
         return median(run.tokens_per_second for run in self.runs if run.way == way)
 
     def share(self, way: str) -> float:
-        """Of the bare engine's rate: the median over rounds, as what a machine has to spare changes from one to the next."""
+        """Returns the fraction of the bare engine's rate: the median over rounds, as the
+        machine's free capacity changes between them."""
         bare = [run.tokens_per_second for run in self.runs if run.way == BARE]
         own = [run.tokens_per_second for run in self.runs if run.way == way]
         return median(a / b for a, b in zip(own, bare, strict=True))
@@ -92,7 +94,7 @@ class Generation:
         self.round = 0
 
     def requests(self, count: int) -> list[PromptRequest]:
-        """Of prompts that nobody has seen: a cached prefix would make the second way faster."""
+        """Makes requests with new prompts: a cached prefix would make the second way faster."""
         self.round += 1
         sampling = Sampling(n=SAMPLES, max_tokens=LENGTH, ignore_eos=True, seed=self.round)
         return [
@@ -105,7 +107,7 @@ class Generation:
         ]
 
     def bare(self, count: int) -> Rate:
-        """vLLM's own calls, on the loop that the engine lives on."""
+        """Measures vLLM's own calls, on the engine's event loop."""
         requests = self.requests(count)
         llm = self.actor._started().llm  # type: ignore[attr-defined]
         started = time.perf_counter()
@@ -122,7 +124,7 @@ class Generation:
         return Rate(way=ACTOR, tokens=sum(len(sample.token_ids) for result in found for sample in result.samples), seconds=seconds)
 
     def result(self) -> GenerationResult:
-        """The next. Raises what went wrong in the actor, which has none to give then."""
+        """Returns the next result. Raises the actor's error if the actor has failed."""
         deadline = time.monotonic() + WAIT
         while True:
             self.actor.check_background_threads()
@@ -158,7 +160,8 @@ async def _bare(llm: Any, requests: list[PromptRequest]) -> int:
 
 @contextmanager
 def follow(actor: LLMActor, trainer: Trainer, caches: CachePolicy = "reset") -> Iterator[Callable[[], float]]:
-    """A step of the trainer and its push. Returns the seconds for which the engine was paused."""
+    """Yields a function that makes a step of the trainer and pushes it. It returns the seconds
+    for which the engine was paused."""
     with WeightSync(trainer.model, [actor], timeout=WAIT, cast=True, caches=caches) as sync:
 
         def push() -> float:
@@ -170,7 +173,8 @@ def follow(actor: LLMActor, trainer: Trainer, caches: CachePolicy = "reset") -> 
 
 @contextmanager
 def every(seconds: float, push: Callable[[], float]) -> Iterator[list[float]]:
-    """Calls `push` in a thread while it lasts, first after `seconds`. Yields what it returned; what it raised is raised at the end."""
+    """Calls `push` in a thread while it lasts, first after `seconds`. Yields the list of
+    returned values. An error of `push` is raised at the end."""
     over, done, failed = threading.Event(), list[float](), list[Exception]()
 
     def work() -> None:
@@ -195,7 +199,7 @@ def every(seconds: float, push: Callable[[], float]) -> Iterator[list[float]]:
 
 
 def run(name: str | None, repeats: int, say: Say = to_stderr) -> Rates:
-    """Takes about a minute for each repeat, after a minute in which the engine starts.
+    """Measures all ways: about a minute for each repeat, after a minute in which the engine starts.
 
     name: of the shapes; by default `qwen3-0.6b` on a GPU, `smollm2-135m` elsewhere.
     """
@@ -237,7 +241,7 @@ def _measure(generation: Generation, trainer: Trainer, where: Setting, say: Say)
 
 
 class _Unread:
-    """A tokenizer for an actor that has nothing to read."""
+    """A tokenizer for an actor whose text nobody reads."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:  # noqa: ARG002
         return []
@@ -247,7 +251,8 @@ class _Unread:
 
 
 def as_json(rates: Rates) -> str:
-    """What was measured, and by way its tokens a second and their share of the bare engine's."""
+    """Returns all measurements, and for each way its tokens per second and their share of the
+    bare engine's."""
     ways = dict.fromkeys(run.way for run in rates.runs)
     summary = {way: {"tokens_per_second": rates.rate(way), "of_async_llm": rates.share(way)} for way in ways}
     return msgspec.json.format(msgspec.json.encode({**msgspec.to_builtins(rates), "summary": summary}), indent=1).decode()

@@ -1,4 +1,5 @@
-"""A group of the trainer and an engine's worker, for transfers that are no push: made once and kept."""
+"""A process group of the trainer and an engine's worker, for transfers that are no push. It is
+made once and kept."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def free_port() -> int:
 
 @contextmanager
 def joined(subject: Subject, backend: str, device: str) -> Iterator[Group]:
-    """The trainer's end, rank 0, for tensors on `device`; the worker is rank 1. backend: "gloo" or "nccl"."""
+    """Yields the trainer's end, rank 0, for tensors on `device`. The worker is rank 1. backend:
+    "gloo" or "nccl"."""
     store = serve("127.0.0.1")
     making = beside(lambda: Group(backend, store, "bench", 0, 2, torch.device(device), DEADLINE))
     subject.call("join", backend, store.port)

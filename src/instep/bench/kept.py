@@ -10,7 +10,7 @@ from instep.bench.results import Results, Setting
 
 
 class Ranked(msgspec.Struct, frozen=True):
-    """One way on one rank.
+    """Measurements of one way on one rank.
 
     seconds: of each push. private: bytes of memory at the peak of a push.
     given: bytes that this rank sends of a version.
@@ -24,7 +24,8 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Sharded(msgspec.Struct, frozen=True, kw_only=True):
-    """Pushes from several ranks. ranks: by their number, what each of them measured, by way."""
+    """Pushes from several ranks. ranks: for each number of ranks, what each rank measured, by
+    way."""
 
     setting: Setting
     ranks: dict[str, list[dict[str, Ranked]]]
@@ -52,14 +53,14 @@ class Pushes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """of_async_llm: the share of the bare engine's rate."""
+    """The rate of one way. of_async_llm: the share of the bare engine's rate."""
 
     tokens_per_second: float
     of_async_llm: float
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens a second of an actor. summary: by way. requests: prompts of a run."""
+    """Tokens per second of an actor. summary: by way. requests: prompts of a run."""
 
     setting: Setting
     requests: int
@@ -79,8 +80,8 @@ MODELS = "models-*.json"
 
 
 def read(folder: Path) -> dict[str, Kept]:
-    """Every JSON file of a folder, by its name without the suffix; those of GPUs first. Those of
-    `instep.bench.models` have a page of their own.
+    """Returns every JSON file of a folder by its name without the suffix, those of GPUs first.
+    Files of `instep.bench.models` are left out, as they have a page of their own.
 
     Raises `ValueError` for a file that no benchmark writes, and `msgspec.ValidationError` for one
     with other fields.

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The copy of `instep.kernels.move` alone. Imported where there is a GPU."""
+"""The copy of `instep.kernels.move` without its sums. Imported only where there is a GPU."""
 
 import triton
 import triton.language as tl

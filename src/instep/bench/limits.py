@@ -1,4 +1,5 @@
-"""What the machine can do at best: plain copies, and broadcasts between the trainer's and the engine's process."""
+"""Measures the machine's limits: plain copies, and broadcasts between the trainer's and the
+engine's process."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ WARM_UPS, REPEATS = 3, 9
 
 
 def messages(nbytes: int) -> list[int]:
-    """Sizes that mean something for a model of `nbytes`."""
+    """Returns message sizes that suit a model of `nbytes`."""
     return [size for size in MESSAGES if size <= max(nbytes, MESSAGES[1])]
 
 
 def copy_limit(name: str, engine: str, sources: Sequence[str], target: str, nbytes: int) -> Limit:
-    """Equal parts of `nbytes` from each of the sources at once, by PyTorch's `copy_`."""
+    """Measures copies of `nbytes`, in equal parts from all sources at once, by PyTorch's
+    `copy_`."""
     parts = [[torch.zeros(nbytes // len(sources), dtype=torch.uint8, device=device) for device in (source, target)] for source in sources]
     place = torch.device(target)
     streams = [torch.cuda.Stream(place) if place.type == "cuda" else None for _ in sources]  # type: ignore[no-untyped-call]
@@ -38,7 +40,7 @@ def copy_limit(name: str, engine: str, sources: Sequence[str], target: str, nbyt
 
 
 def broadcast_limits(name: str, subject: Subject, device: str, backend: str, nbytes: int) -> list[Limit]:
-    """Broadcasts as PyTorch's process group makes them, timed where they arrive."""
+    """Measures broadcasts of PyTorch's process group, timed at the receiver."""
     limits = []
     with joined(subject, backend, device) as group:
         for size in messages(nbytes):

@@ -1,4 +1,4 @@
-"""What the numbers belong to: the cards or the processor, the versions, the day."""
+"""Describes where the numbers come from: GPUs or CPU, versions, and date."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def setting(shapes: str, trainer: Trainer, repeats: int, kind: TrainerKind = "pl
 
 
 def cards() -> list[str]:
-    """Each kind of GPU with its count, and the driver."""
+    """Returns each kind of GPU with its count, and the driver."""
     names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

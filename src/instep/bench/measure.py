@@ -1,4 +1,5 @@
-"""One way to bring weights in, measured on one engine: warm-ups, timed runs, and the proof that the engine has the weights afterwards."""
+"""Measures one way to bring weights into one engine: warm-ups, timed runs, and the proof that
+the engine has the weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ BOUND = 0.5
 
 @dataclass(frozen=True)
 class Way:
-    """open: sets up what is made once, and gives the push. limit, rival: see `results.Row`."""
+    """A way to bring weights in. open: sets up what is made once, and yields the push. limit,
+    rival: see `results.Row`."""
 
     name: str
     open: Callable[[Trainer, Subject], AbstractContextManager[Push]]
@@ -35,12 +37,13 @@ class Way:
 
 
 class NotProved(Exception):
-    """The engine does not have the trainer's weights, or it cannot be told."""
+    """The engine does not have the trainer's weights, or this cannot be decided."""
 
 
 @dataclass
 class Bench:
-    """One engine of one trainer. mark: of the engine with the trainer's first weights, once a way has brought them in and was proved."""
+    """One engine and its trainer. mark: the engine's mark with the trainer's first weights, from
+    the first way that was proved."""
 
     trainer: Trainer
     subject: Subject
@@ -49,7 +52,7 @@ class Bench:
     lost: str | None = None
 
     def measure(self, way: Way) -> Row:
-        """Whatever goes wrong becomes the row's error."""
+        """Measures a way. Any error becomes the row's error."""
         try:
             if self.lost:
                 raise Late(f"the engine was lost: {self.lost}")
@@ -99,7 +102,8 @@ class Bench:
         return bounded("a look at the engine", lambda: self.subject.look(self.trainer))
 
     def judge(self, way: Way, stale: float, gap: float, mark: Hashable) -> float:
-        """The gap after a push, where it proves that the push has worked. stale: the gap before it. Raises `NotProved`."""
+        """Returns the gap after a push, if it proves that the push worked. stale: the gap before
+        it. Raises `NotProved`."""
         if stale <= BOUND:
             raise NotProved(f"the engine computed the same with the weights before (differences up to {stale:.3g}): nothing can be told")
         if not gap <= BOUND:

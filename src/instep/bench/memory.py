@@ -1,4 +1,4 @@
-"""What a push takes of memory at its peak, on every GPU or, without one, on the host."""
+"""Measures the memory that a push takes at its peak, on every GPU or, without one, on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ INTERVAL = 0.005
 
 
 def held(pids: Sequence[int]) -> Held:
-    """Of each GPU all that is in use. Without one, the private memory of the processes and the RAM disk with the segments in it."""
+    """Returns all memory in use on each GPU. Without one, returns the private memory of the
+    processes plus the RAM disk that holds the segments."""
     if torch.cuda.is_available():
         infos = {f"GPU {device}": torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())}
         return {place: total - free for place, (free, total) in infos.items()}
@@ -28,20 +29,20 @@ def held(pids: Sequence[int]) -> Held:
 
 
 def private(pid: int) -> int:
-    """Bytes of a process that are no file's and nobody else's."""
+    """Returns the bytes of a process's anonymous resident memory."""
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
 def trim() -> None:
-    """Gives unused GPU memory back to the driver, so that what is taken next can be seen."""
+    """Returns unused GPU memory to the driver, so that later allocations are visible."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 @contextmanager
 def peak(pids: Sequence[int], base: Held) -> Iterator[Held]:
-    """Fills in the peaks beyond `base`, looked at every few milliseconds."""
+    """Yields a dict that is filled with the peaks beyond `base`, sampled every few milliseconds."""
     found = dict.fromkeys(base, 0)
 
     def look() -> None:
@@ -54,7 +55,7 @@ def peak(pids: Sequence[int], base: Held) -> Iterator[Held]:
 
 @contextmanager
 def watching(look: Callable[[], None]) -> Iterator[None]:
-    """Looks again and again in a thread while it lasts, and once more at its end."""
+    """Calls `look` again and again in a thread while it lasts, and once more at its end."""
     done = threading.Event()
 
     def watch() -> None:

@@ -62,7 +62,7 @@ COLUMNS = """\
 
 
 def page(kept: Mapping[str, Kept]) -> str:
-    """Markdown of all results, by their names."""
+    """Returns the Markdown of all results, by their names."""
     sections = (f"## {name}\n\n{_section(results)}\n" for name, results in kept.items())
     text = TEXT + table(
         OVERVIEW,
@@ -164,7 +164,7 @@ def write(results: Path, docs: Path) -> None:
 
 
 def texts(results: Path) -> dict[str, str]:
-    """What is written, by the name of its file."""
+    """Returns the texts of all files, by the name of the file."""
     kept = read(results)
     pictured = [found for name in PICTURED if isinstance(found := kept[name], Results)]
     rows = [row for found in pictured for row in beside(found)]

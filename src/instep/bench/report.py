@@ -1,4 +1,4 @@
-"""The tables and the JSON of a run: pure functions of its results."""
+"""Makes the tables and the JSON of a run. Pure functions of its results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NONE = "–"
 
 
 def as_json(results: Results) -> str:
-    """Everything that was measured, and its summaries."""
+    """Returns all measurements and their summaries."""
     everything = {**msgspec.to_builtins(results), "summaries": msgspec.to_builtins(summarize(results))}
     return msgspec.json.format(msgspec.json.encode(everything), indent=1).decode()
 
 
 def tables(results: Results) -> str:
-    """Markdown."""
+    """Returns the tables as Markdown."""
     setting = results.setting
     parts = [
         f"{head(setting)}; medians of {setting.repeats}",
@@ -36,7 +36,7 @@ def tables(results: Results) -> str:
 
 
 def head(setting: Setting) -> str:
-    """What the numbers belong to, in one sentence."""
+    """Describes in one sentence where the numbers come from."""
     versions = ", ".join(f"{name} {number}" for name, number in setting.versions.items())
     model = f"{setting.shapes}, {size(setting.nbytes)} in {setting.tensors} tensors"
     return f"{model}; {', '.join(setting.machine)}; {versions}; {setting.date}; `{setting.command}`"
@@ -78,7 +78,7 @@ def _times(ratio: float | None) -> str:
 
 
 def time(seconds: float) -> str:
-    """Milliseconds, or seconds from ten on, to three digits."""
+    """Formats seconds to three digits, in milliseconds below ten seconds."""
     milliseconds = 1e3 * seconds
     if seconds >= 10:
         return f"{seconds:.1f} s"

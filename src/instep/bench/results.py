@@ -1,4 +1,4 @@
-"""What a run of the benchmark finds, as plain data, and the numbers that follow from it. Nothing here measures."""
+"""Results of a run as plain data, and the numbers computed from them. Nothing here measures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ TrainerKind = Literal["plain", "fsdp2"]
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Says where and how the numbers came about. kind: "gpu" or "cpu". nbytes: of the model's tensors, each counted once."""
+    """Where and how the numbers were measured. kind: "gpu" or "cpu". nbytes: of the model's
+    tensors, each counted once."""
 
     kind: str
     shapes: str
@@ -35,7 +36,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.nbytes / median(self.seconds)
 
 
@@ -62,7 +63,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def medians(self) -> dict[str, float]:
-        """Seconds by phase."""
+        """Median seconds by phase."""
         return {phase: median(run[phase] for run in self.runs) for phase in self.runs[0]} if self.runs else {}
 
 
@@ -90,8 +91,9 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians of one row in seconds. of_limit: its total over the time that the raw rate takes for the same bytes.
-    rival_over_this: how many times longer the rival takes. Each is None where one of the two was not measured."""
+    """Medians of one row in seconds. of_limit: its total divided by the time that the raw rate
+    takes for the same bytes. rival_over_this: how many times longer the rival takes. Each is
+    None if one of the two was not measured."""
 
     way: str
     engine: str
@@ -101,7 +103,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(results: Results) -> list[Summary]:
-    """One summary for each row, in order."""
+    """Returns one summary for each row, in order."""
     totals = {(row.engine, row.way): row.medians["total"] for row in results.rows if row.runs}
     return [_summary(row, totals, results) for row in results.rows]
 
@@ -120,6 +122,7 @@ def _summary(row: Row, totals: dict[tuple[str, str], float], results: Results) -
 
 
 def rate_to(limits: list[Limit], name: str | None, engine: str) -> float | None:
-    """Bytes a second of the largest message: small ones may fit into a cache, or wait longer than they move."""
+    """Returns bytes per second of the largest message. Small ones may fit into a cache, or wait
+    longer than they move."""
     found = [limit for limit in limits if limit.name == name and limit.engine == engine]
     return max(found, key=lambda limit: limit.nbytes).rate if found else None

@@ -47,14 +47,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def check(name: str) -> str:
-    """Raises `ConfigError` for a name that is not in the list."""
+    """Returns the name. Raises `ConfigError` for a name that is not in the list."""
     if name not in SHAPES:
         raise ConfigError(f"there are no shapes named {name!r}", next_step=f"one of {', '.join(get_args(ShapesName))}")
     return name
 
 
 def config(name: str) -> Any:
-    """The configuration of transformers."""
+    """Returns the configuration of transformers."""
     with needed_by("the benchmark"):
         from transformers import AutoConfig
 
@@ -62,13 +62,14 @@ def config(name: str) -> Any:
 
 
 def folder(name: str, path: Path) -> Path:
-    """Makes `path` a checkpoint directory with a configuration and no weights."""
+    """Makes `path` a checkpoint directory with a configuration and without weights."""
     config(name).save_pretrained(path)
     return path
 
 
 def model(name: str, seed: int, device: str) -> Any:
-    """A model of transformers in bfloat16 with random weights, large enough for greedy tokens to depend on them."""
+    """Returns a model of transformers in bfloat16. Its random weights are large enough for
+    greedy tokens to depend on them."""
     import torch
 
     with needed_by("the benchmark"):

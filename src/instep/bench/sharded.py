@@ -28,7 +28,7 @@ SECONDS = 900.0
 
 
 def play(size: int, shapes: str, repeats: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank of a trainer of `size` ranks measured."""
+    """Runs a trainer of `size` ranks. Returns what each rank measured."""
     environment = {
         **os.environ,
         "WORLD_SIZE": str(size),
@@ -53,7 +53,7 @@ def play(size: int, shapes: str, repeats: int, folder: Path) -> list[dict[str, A
 
 
 def table(results: dict[str, Any]) -> str:
-    """Medians, one line for each way of each size."""
+    """Returns medians, one line for each way and number of ranks."""
     lines = [f"{'ranks':>5}  {'way':<32} {'ms':>7} {'MB gathered':>12} {'MB read':>8}  private MB at the peak, by rank"]
     for size, ranks in results["ranks"].items():
         for way in WAYS:

@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def peak() -> Iterator[list[int]]:
-    """The most private memory of this process beyond what it has now, in bytes."""
+    """Yields a list with this process's highest private memory beyond what it has now, in bytes."""
     found, me = [0], os.getpid()
     base = private(me)
 
@@ -42,7 +42,7 @@ def peak() -> Iterator[list[int]]:
 
 
 def given(sync: WeightSync, rank: int) -> int:
-    """Bytes that this rank gives of each version."""
+    """Returns the bytes that this rank sends of each version."""
     role: Any = sync._role
     pieces = role.source.runs[False].given[0] if rank == 0 else role.given[0]
     dtypes = {meta.name: meta.dtype for meta in (role.source if rank == 0 else role).module.describe().tensors}
@@ -50,7 +50,7 @@ def given(sync: WeightSync, rank: int) -> int:
 
 
 def read(sync: WeightSync) -> int:
-    """Bytes that all workers together copy into their parameters."""
+    """Returns the bytes that all workers together copy into their parameters."""
     session: Any = sync._session
     dtypes = {meta.name: meta.dtype for meta in session.described}
     routes = (route for member in session.fleet.members for worker in member.plan.workers for route in worker.routes)

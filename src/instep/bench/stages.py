@@ -1,4 +1,5 @@
-"""Which engine is started where, and which ways are measured on it: an engine takes a minute to start, so ways share one."""
+"""Decides which engine is started where, and which ways are measured on it. An engine takes a
+minute to start, so ways share one."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ START = 300.0
 
 @dataclass(frozen=True)
 class Stage:
-    """engine: its name. start: starts it. copies: names of raw rates to `device`, each with the devices that equal parts come from at once.
-    broadcast: the name of the raw rate of broadcasts to the engine's worker, and their backend."""
+    """One engine and its ways. engine: its name. start: starts it. copies: for each raw rate of
+    copies to `device`, the devices that equal parts come from. broadcast: the name of the raw
+    rate of broadcasts to the engine's worker, and their backend."""
 
     engine: str
     start: Callable[[], Subject]
@@ -44,7 +46,8 @@ class Stage:
 
 
 def stages(name: str, trainer: Trainer, scratch: Path) -> list[Stage]:
-    """scratch: a directory for as long as the stages last."""
+    """Returns the stages for this machine. scratch: a directory that exists as long as the
+    stages run."""
     folder = shapes.folder(name, scratch)
     if isinstance(trainer, Fsdp2Trainer):
         return from_two_ranks(trainer, folder)
@@ -64,7 +67,7 @@ def on_cpu(trainer: Trainer, folder: Path) -> Stage:
 
 
 def on_gpus(trainer: Trainer, folder: Path) -> list[Stage]:
-    """The trainer is on GPU 0. vLLM's two transfers need an engine each."""
+    """Returns stages for a trainer on GPU 0. vLLM's two transfers need an engine each."""
 
     def start(gpu: int, backend: str) -> Subject:
         return VllmSubject(trainer, folder, gpu, **weight_transfer(backend))
@@ -77,8 +80,9 @@ def on_gpus(trainer: Trainer, folder: Path) -> list[Stage]:
 
 
 def from_two_ranks(trainer: Trainer, folder: Path) -> list[Stage]:
-    """The trainer's ranks are on GPUs 0 and 1. An engine on GPU 1 has half of the weights beside it, and takes turns with a rank there. One
-    on GPU 2, if there is one, has all of them from others."""
+    """Returns stages for a trainer on GPUs 0 and 1. An engine on GPU 1 has half of the weights
+    beside it, and takes turns with a rank there. One on GPU 2, if there is one, has no weights
+    beside it."""
 
     def start(gpu: int) -> Subject:
         return VllmSubject(trainer, folder, gpu, **weight_transfer("nccl"))

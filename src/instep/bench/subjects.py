@@ -1,4 +1,4 @@
-"""The engines that weights are brought into: a vLLM, or an engine in memory where vLLM is not installed."""
+"""The engines of the benchmark: a vLLM, or an engine in memory if vLLM is not installed."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ ROOM = 8 << 30
 
 
 class Subject(Protocol):
-    """One engine, and how to look at it. engine: what a `WeightSync` takes."""
+    """One engine, with ways to inspect it. engine: what a `WeightSync` takes."""
 
     name: str
     engine: Any
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """A method of the `BenchWorker` in the engine's worker."""
+        """Calls a method of the `BenchWorker` in the engine's worker."""
 
     def reload(self, folder: Path) -> None:
-        """The engine's own way to load a checkpoint directory while it lives."""
+        """Loads a checkpoint directory in the engine's own way, while the engine runs."""
 
     def look(self, trainer: Trainer) -> tuple[float, Hashable]:
-        """How far what the engine computes is from what the trainer computes now, and a mark that is equal for equal weights."""
+        """Returns the distance between what the engine and the trainer compute now, and a mark
+        that is equal for equal weights."""
 
     def close(self) -> None: ...
 
 
 class MemorySubject:
-    """A `MemoryEngine`. It is as far from a trainer with other weights as can be, and not at all from one with the same."""
+    """A `MemoryEngine`. Its distance from the trainer is 0 with equal weights, and infinite
+    otherwise."""
 
     name = "memory"
 
@@ -73,7 +75,8 @@ class MemorySubject:
 
 
 class VllmSubject:
-    """`vllm.LLM` with random weights of its own, on a GPU with CUDA graphs, on a CPU without compilation.
+    """A `vllm.LLM` with random weights of its own, with CUDA graphs on a GPU and without
+    compilation on a CPU.
 
     arguments: more of `LLM`'s.
     """
@@ -93,7 +96,8 @@ class VllmSubject:
         self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
 
     def look(self, trainer: Trainer) -> tuple[float, Hashable]:
-        """In log-probabilities of greedy tokens (natural log). Prompt by prompt: which of them share a step would change their bits."""
+        """Compares log-probabilities (natural log) of greedy tokens. Prompts run one by one:
+        sharing a step would change bits."""
         self.engine.reset_prefix_cache()
         answers = tuple((tuple(prompt), *greedy(self.engine, [prompt])[0]) for prompt in PROMPTS)
         gaps = [
@@ -109,8 +113,8 @@ class VllmSubject:
 
 
 def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> Any:
-    """An `LLM` on a GPU, and those after it where it is tensor-parallel, or on the CPU, for a model of `nbytes`. arguments: more of
-    `LLM`'s, which overrule what is here."""
+    """Starts an `LLM` for a model of `nbytes` on a GPU (and those after it, if tensor-parallel),
+    or on the CPU. arguments: of `LLM`, in preference to those set here."""
     tp = arguments.get("tensor_parallel_size", 1)
     settings: dict[str, Any] = {
         "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8, "skip_tokenizer_init": True,
@@ -130,7 +134,8 @@ def start_vllm(folder: Path, gpu: int | None, nbytes: int, **arguments: Any) -> 
 
 
 def stop_vllm(llm: Any) -> None:
-    """Ends the processes of an `LLM`. vLLM names each child that it has to kill, fails where one has just ended, and leaves the rest."""
+    """Ends the processes of an `LLM`. vLLM's own shutdown fails if a child that it has to kill
+    has just ended, and leaves the others running."""
     core = llm.llm_engine.engine_core
     try:
         core.shutdown()
@@ -143,7 +148,7 @@ def stop_vllm(llm: Any) -> None:
 
 
 def greedy(llm: Any, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """Tokens and their log-probabilities (natural log), for each prompt."""
+    """Returns tokens and their log-probabilities (natural log), for each prompt."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
@@ -155,13 +160,13 @@ def greedy(llm: Any, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], tu
 
 
 def _visible(gpu: int) -> str:
-    """What to put into CUDA_VISIBLE_DEVICES for a GPU that this process counts as `gpu`."""
+    """Returns the entry of CUDA_VISIBLE_DEVICES for the GPU that this process numbers `gpu`."""
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     return mask.split(",")[gpu] if mask else str(gpu)
 
 
 def weight_transfer(backend: str) -> dict[str, Any]:
-    """The argument of `LLM` for vLLM's own transfer. None for `ipc` where Ray is missing, which its file imports: the engine would not
-    start, and the other ways would be lost with it."""
+    """Returns the argument of `LLM` for vLLM's own transfer. Empty for `ipc` without Ray, which
+    its file imports: the engine would not start, and the other ways would be lost with it."""
     missing = backend == "ipc" and find_spec("ray") is None
     return {} if missing else {"weight_transfer_config": {"backend": backend}}

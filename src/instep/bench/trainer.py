@@ -1,4 +1,4 @@
-"""The side that has the weights."""
+"""The benchmark's trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instep.bench import shapes
 
 
 class Trainer:
-    """A model whose optimizer only negates: every weight changes, and none leaves its range."""
+    """A model whose optimizer only negates. Every weight changes, and none leaves its range."""
 
     def __init__(self, name: str, device: str) -> None:
         self.device = device
@@ -31,14 +31,15 @@ class Trainer:
         synchronize()
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, for ways that send them one by one."""
+        """Yields every tensor, for ways that send them one by one."""
         return iter(self.tensors.items())
 
     def close(self) -> None:
-        """The memory is let go of with the trainer."""
+        """Does nothing: the memory is freed with the trainer."""
 
     def scores(self, tokens: list[int]) -> list[float]:
-        """Log-probabilities (natural log) of `tokens[1:]`, each given the tokens before it."""
+        """Returns log-probabilities (natural log) of `tokens[1:]`, each given the tokens before
+        it."""
         ids = torch.tensor([tokens], device=self.device)
         with torch.no_grad():
             scores = self.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
@@ -46,7 +47,7 @@ class Trainer:
         return found
 
     def save(self, folder: Path) -> None:
-        """Saves as users do, without transformers' progress bar, which is drawn for each run."""
+        """Saves as users do, but without transformers' progress bar."""
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
@@ -54,13 +55,13 @@ class Trainer:
 
 
 def synchronize() -> None:
-    """Waits for all GPUs, where there are any."""
+    """Waits for all GPUs, if there are any."""
     for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)
 
 
 def timed_runs(call: Callable[[], object], warm_ups: int, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls, the wait for all GPUs included."""
+    """Returns the seconds of each of `repeats` calls, the wait for all GPUs included."""
     seconds = []
     for _ in range(warm_ups + repeats):
         synchronize()
@@ -72,5 +73,5 @@ def timed_runs(call: Callable[[], object], warm_ups: int, repeats: int) -> list[
 
 
 def largest(differences: list[float]) -> float:
-    """Their maximum; infinity if one is not a number."""
+    """Returns the maximum; infinity if one number is NaN."""
     return max((math.inf if math.isnan(value) else value for value in differences), default=math.inf)

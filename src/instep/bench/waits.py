@@ -1,4 +1,4 @@
-"""Waits with an end: a transfer that hangs costs the benchmark one row and not the run."""
+"""Waits with a deadline: a transfer that hangs costs the benchmark one row and not the run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _settle(call: Callable[[], T], future: Future[T]) -> None:
 
 
 def beside(call: Callable[[], T]) -> Future[T]:
-    """Runs in a thread of its own, for the end of a transfer that waits for the other one."""
+    """Runs a call in a thread of its own: one end of a transfer that waits for the other."""
     future: Future[T] = Future()
     threading.Thread(target=_settle, args=(call, future), name="instep-bench-end", daemon=True).start()
     return future
 
 
 class _Thread:
-    """Runs calls one after the other. It does not keep the interpreter from ending."""
+    """Runs calls one after the other in a daemon thread."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -54,7 +54,8 @@ _steps: list[_Thread] = []
 
 
 def bounded(what: str, call: Callable[[], T], seconds: float = DEADLINE) -> T:
-    """Raises `Late` if `call` has not ended after `seconds`: it is left behind. Otherwise what it returns or raises."""
+    """Returns or raises what `call` does. Raises `Late` if it has not ended after `seconds`, and
+    leaves it behind."""
     if not _steps:
         _steps.append(_Thread())
     future = _steps[0].submit(call)

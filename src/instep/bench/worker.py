@@ -1,4 +1,5 @@
-"""The half of the benchmark that runs inside an engine's worker: other ways to bring weights in, and the other end of raw transfers."""
+"""The half of the benchmark that runs inside an engine's worker: other ways to bring weights in,
+and the receiving end of raw transfers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class BenchExtension(WorkerExtension):
 
 
 class BenchWorker:
-    """One per worker. Arguments and results are plain numbers, strings and lists."""
+    """The benchmark's part of one worker. Arguments and results are plain numbers, strings and
+    lists."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -47,7 +49,7 @@ class BenchWorker:
         return os.getpid()
 
     def trim(self) -> None:
-        """Gives unused GPU memory back to the driver, so that what is taken next can be seen."""
+        """Returns unused GPU memory to the driver, so that later allocations are visible."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -59,7 +61,7 @@ class BenchWorker:
         torch._foreach_neg_(list(self.held.values()))
 
     def reload_held(self) -> float:
-        """The seconds of a reload session over tensors that are here already."""
+        """Returns the seconds of a reload session over tensors that are already here."""
         started = time.perf_counter()
         with self.host.reload():
             self.host.load(self.held.items())
@@ -81,7 +83,8 @@ class BenchWorker:
         self.group = None
 
     def receive(self, described: list[Described]) -> float:
-        """The seconds of a reload session that is fed from the group, one broadcast for each tensor."""
+        """Returns the seconds of a reload session that is fed from the group, one broadcast for
+        each tensor."""
         started = time.perf_counter()
         with self.host.reload():
             self.host.load(self._arriving(described))
@@ -94,12 +97,12 @@ class BenchWorker:
             yield name, tensor
 
     def receive_messages(self, nbytes: int, count: int) -> list[float]:
-        """The seconds of each of `count` broadcasts of one message."""
+        """Returns the seconds of each of `count` broadcasts of one message."""
         return exchange(self.group, torch.empty(nbytes, dtype=torch.uint8, device=self.host.device), count)
 
 
 def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint directory, copied out of its files."""
+    """Returns the tensors of a checkpoint directory, copied out of its files."""
     from safetensors.torch import load_file
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -107,7 +110,8 @@ def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def exchange(group: Group, message: torch.Tensor, count: int) -> list[float]:
-    """Broadcasts `message` from rank 0 to rank 1 `count` times. The seconds of each, the wait for the GPU included."""
+    """Broadcasts `message` from rank 0 to rank 1 `count` times. Returns the seconds of each, the
+    wait for the GPU included."""
     seconds = []
     group.begin(DEADLINE / 2)
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""`save_pretrained` to a RAM disk, and the engine's own reload from there."""
+"""Saves with `save_pretrained` to a RAM disk, from which the engine reloads in its own way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pushes from two ranks under FSDP2: `WeightSync.push` on both, and what one would do instead."""
+"""Pushes from two ranks under FSDP2: `WeightSync.push` on both, and the alternative that
+gathers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def instep_from_ranks(transport: TransportName, trainer: Trainer, subject: Subje
 
 @contextmanager
 def full_tensors(trainer: Trainer, subject: Subject) -> Iterator[Push]:
-    """Each parameter is gathered with `full_tensor()`, and goes from rank 0 to the engine by vLLM's own packed NCCL transfer."""
+    """Gathers each parameter with `full_tensor()`. Rank 0 sends it to the engine by vLLM's own
+    packed NCCL transfer."""
     assert isinstance(trainer, Fsdp2Trainer)
     with vllm_nccl(True, trainer, subject) as send:
 

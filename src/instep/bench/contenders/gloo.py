@@ -1,4 +1,4 @@
-"""One Gloo broadcast for each tensor, into the engine's own reload session."""
+"""Broadcasts each tensor over Gloo into the engine's own reload session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`WeightSync.push` over one transport."""
+"""Pushes with `WeightSync.push` over one transport."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def instep(transport: TransportName, trainer: Trainer, subject: Subject) -> Iter
 
 
 def phases(receipt: Receipt) -> dict[str, float]:
-    """Seconds. `total` is left out: the whole call is timed."""
+    """Returns seconds by phase. `total` is left out: the benchmark times the whole call."""
     seconds = {name: seconds for name, seconds in receipt.seconds.items() if name != "total"}
     return {"pause": receipt.pause, "apply": max(engine.apply for engine in receipt.engines), **seconds}

@@ -1,4 +1,5 @@
-"""The floor of a reload: the engine's own session over tensors that its worker has in memory already. Nothing is transferred."""
+"""The lower bound of a reload: the engine's own session over tensors that its worker already has
+in memory. Nothing is transferred."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def vllm_nccl(packed: bool, trainer: Trainer, subject: Subject) -> Iterator[Push
 
 
 def _joined(transfer: Any, llm: Any) -> Any:
-    """The trainer's end of a group with the engine's worker."""
+    """Returns the trainer's end of a group with the engine's worker."""
     info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
     joining = beside(lambda: transfer.trainer_init(info))
     llm.init_weight_transfer_engine({"init_info": {**info, "rank_offset": 1}})

@@ -1,4 +1,4 @@
-"""Which families of models a push serves, shown on a real vLLM: `python -m instep.bench.models`.
+"""Tests which families of models a push serves on a real vLLM: `python -m instep.bench.models`.
 
 Read `one.py` first: it is what is done with each family. `families` has their configurations, with
 tiny sizes; `matrix.py` runs them in processes of their own; `page.py` writes `docs/models.md`.

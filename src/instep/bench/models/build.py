@@ -1,4 +1,4 @@
-"""Tiny models of a family with random weights, and checkpoints that an engine can load."""
+"""Makes tiny models of a family with random weights, and checkpoints that an engine can load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ for greedy tokens to depend on all of them."""
 
 
 def model(name: str, seed: int) -> Any:
-    """A model of transformers in bfloat16 on the CPU. Equal seeds give equal weights.
+    """Returns a model of transformers in bfloat16 on the CPU. Equal seeds give equal weights.
 
     Raises what transformers raises where this version does not know the family.
     """
@@ -40,7 +40,7 @@ def model(name: str, seed: int) -> Any:
 
 
 def save(made: Any, name: str, folder: Path) -> Path:
-    """Writes the model, and what an engine needs for images, into `folder`."""
+    """Writes the model into `folder`, with the processor that an engine needs for images."""
     made.save_pretrained(folder)
     if pictures := FAMILIES[name].pictures:
         _prepare(pictures, folder)
@@ -59,7 +59,7 @@ def _prepare(pictures: Pictures, folder: Path) -> None:
 
 
 def _tokenizer(pictures: Pictures) -> Any:
-    """ "t7" for token 7, and the special tokens."""
+    """Returns a tokenizer with the text "t7" for token 7, and the special tokens."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -1,4 +1,4 @@
-"""vLLM engines of one family, and what they generate."""
+"""Starts vLLM engines of one family, and records what they generate."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Look:
-    """What one engine is. answers: greedy tokens and their log-probabilities, one for each prompt.
-    live: digests of its model's tensors, by worker and name."""
+    """The state of one engine. answers: greedy tokens and their log-probabilities, one for each
+    prompt. live: digests of its model's tensors, by worker and name."""
 
     answers: list[Answer]
     live: dict[str, str]
@@ -40,7 +40,8 @@ class Look:
 
 
 def environment(gpu: int | None) -> dict[str, str]:
-    """Variables of a process that starts engines. gpu: the one that it sees, or None for a CPU.
+    """Returns the variables of a process that starts engines. gpu: the only one that it sees, or
+    None for a CPU.
 
     On a CPU the engine lives in this process, as that starts sooner. On a GPU it has a process of
     its own, as a process cannot open CUDA memory that it has exported.
@@ -52,7 +53,7 @@ def environment(gpu: int | None) -> dict[str, str]:
 
 @contextmanager
 def started(family: Family, folder: Path) -> Iterator[Any]:
-    """An `LLM` with the weights in `folder`, in bfloat16. Stopped at the end.
+    """Starts an `LLM` with the weights in `folder`, in bfloat16, and stops it at the end.
 
     vLLM imports a model's class in a process of its own to look at it, which takes longer than the
     engine takes to start. This process is there for one family alone, and imports it.
@@ -87,7 +88,7 @@ def started(family: Family, folder: Path) -> Iterator[Any]:
 
 
 def look(llm: Any, family: Family) -> Look:
-    """What an engine is now. Prompt by prompt: which of them share a step would change bits."""
+    """Records an engine's state. Prompts run one by one: sharing a step would change bits."""
     answers = [_answer(llm, prompt) for prompt in _prompts(family)]
     digests = llm.collective_rpc("live_digests")
     live = {f"{rank}:{name}": digest for rank, held in enumerate(digests) for name, digest in held.items()}
@@ -104,7 +105,7 @@ def _prompts(family: Family) -> Iterator[dict[str, Any]]:
 
 
 def _image(seed: int) -> Any:
-    """A random RGB image of 28 x 28 pixels."""
+    """Returns a random RGB image of 28 x 28 pixels."""
     from PIL import Image
 
     random = torch.Generator().manual_seed(seed)

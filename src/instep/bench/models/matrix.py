@@ -51,7 +51,7 @@ SEE_LOG = "root cause"
 
 @dataclass
 class Running:
-    """A family in its process. gpu: the one that it sees."""
+    """A family in its process. gpu: the only one that the process sees."""
 
     name: str
     folder: Path
@@ -65,7 +65,7 @@ class Running:
         return time.monotonic() > self.deadline
 
     def end(self) -> None:
-        """Ends the process and all that it started: they are a group of their own."""
+        """Ends the process and all that it started, which form one process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -95,7 +95,7 @@ def run(
     work: Work | None = None,
     context: Any = None,
 ) -> list[Outcome]:
-    """Outcomes in the order of the names. Every name has one.
+    """Returns one outcome for each name, in the order of the names.
 
     jobs: families at once; GPUs are given to them in turn. deadline: seconds for each.
     tell: is called with each outcome as it comes.
@@ -127,7 +127,7 @@ def run(
 
 
 def _server() -> Any:
-    """Starts the process that others are forked from."""
+    """Starts the process from which the others are forked."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with patch.dict(os.environ, environment(None) if torch.version.cuda is None else ENVIRONMENT | ONE_THREAD):
@@ -144,7 +144,8 @@ def _start(context: Any, work: Work, name: str, scratch: Path, gpu: int | None, 
 
 
 def _alone(work: Work, name: str, folder: Path, gpu: int | None) -> None:
-    """Leads a group of processes that can be ended together, and writes to a log."""
+    """Runs `work` as the leader of a process group, which can be ended together, and logs its
+    output."""
     os.setsid()
     log = (folder / "log").open("w", buffering=1)
     for stream in (1, 2):
@@ -154,7 +155,7 @@ def _alone(work: Work, name: str, folder: Path, gpu: int | None) -> None:
 
 
 def _family(name: str, folder: Path, gpu: int | None) -> None:
-    """Ends its process: engines leave threads behind."""
+    """Tests a family and ends its process: engines leave threads behind."""
     os.environ.update(environment(gpu))
 
     from instep.bench.models.one import one

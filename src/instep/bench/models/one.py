@@ -30,7 +30,7 @@ B, C = 2, 3
 
 
 class Found(Exception):
-    """The verdict is known."""
+    """Ends a trial with its verdict."""
 
     def __init__(self, verdict: Verdict, why: str, advice: str = "") -> None:
         super().__init__(why)
@@ -38,7 +38,8 @@ class Found(Exception):
 
 
 def one(name: str, folder: Path) -> Outcome:
-    """folder: for checkpoints. Never raises an `Exception`: each is a verdict."""
+    """Tests one family. folder: for checkpoints. Never raises an `Exception`: every error is a
+    verdict."""
     began = time.monotonic()
     trial = Trial(name, folder)
     verdict, why, advice = "bit-equal", "", ""
@@ -60,7 +61,7 @@ def one(name: str, folder: Path) -> Outcome:
 
 
 class Trial:
-    """noted: fields of the `Outcome`, as far as they are known."""
+    """The test of one family. noted: fields of the `Outcome`, as far as they are known."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.family, self.folder = name, FAMILIES[name], folder
@@ -69,7 +70,7 @@ class Trial:
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
 
     def run(self) -> None:
-        """Raises `Found` unless the family is bit-equal."""
+        """Runs the test. Raises `Found` unless the family is bit-equal."""
         trainer, folders = self._made()
         with self._started(folders[B]) as llm:
             self.fresh[B] = self._fresh(llm)
@@ -80,8 +81,8 @@ class Trial:
             self._push(llm, trainer)
 
     def _made(self) -> tuple[Any, dict[int, Path]]:
-        """The trainer's model and the two checkpoints. All are made before an engine starts: some
-        engines change the classes of transformers in this process."""
+        """Returns the trainer's model and the two checkpoints. All are made before an engine
+        starts, as some engines change the classes of transformers in this process."""
         folders = {}
         try:
             for seed in (B, C):
@@ -105,7 +106,7 @@ class Trial:
             raise Found("not started", why) from error
 
     def _alike(self) -> bool:
-        """Whether some prompt has the same answer with both weights."""
+        """Whether any prompt has the same answer with both weights."""
         pairs = zip(self.fresh[B].answers, self.fresh[C].answers, strict=True)
         return any(one == other for one, other in pairs)
 
@@ -134,7 +135,7 @@ class Trial:
         self.noted["reload"] = dict(Counter(engine.reload.values()))
 
     def _failed(self, error: InstepError, llm: Any, serves: int) -> Found:
-        """Refused only if the engine still is what it was."""
+        """Returns the verdict on a failed push: "refused" only if the engine is unchanged."""
         why, advice = f"{type(error).__name__}: {told(error)}", error.next_step or ""
         try:
             same = look(llm, self.family) == self.fresh[serves]
@@ -159,7 +160,7 @@ def _differing(found: Look, fresh: Look) -> str:
 
 
 class _Started:
-    """What fails while an engine starts is vLLM's, and a verdict."""
+    """Starts an engine. An error at the start is vLLM's, and becomes a verdict."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -175,6 +176,6 @@ class _Started:
 
 
 def told(error: BaseException) -> str:
-    """What it says, on one line."""
+    """Returns an error's text on one line."""
     text = error.args[0] if isinstance(error, InstepError) and error.args else error
     return " ".join(str(text).split())[:400] or repr(error)

@@ -1,4 +1,4 @@
-"""What was found of each family, as plain data."""
+"""Outcomes of all tested families, as plain data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One family.
+    """The outcome of one family.
 
     kind: the heading it stands under. model: its class in transformers.
     why, advice: the first line of the error that decided, and its next step.
@@ -71,14 +71,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True):
-    """All families that were tried in one setting."""
+    """The outcomes of all families in one setting."""
 
     setting: Setting
     outcomes: list[Outcome]
 
     def write(self, folder: Path) -> Path:
-        """Writes `models-cpu.json` or `models-gpu.json` into `folder`. Outcomes of other families
-        that are there stay, where they came about on the same machine with the same versions."""
+        """Writes `models-cpu.json` or `models-gpu.json` into `folder`. The file's outcomes of
+        other families stay if they came from the same machine and versions."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"models-{self.setting.kind}.json"
         new = {outcome.family for outcome in self.outcomes}
@@ -98,5 +98,5 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _in_order(outcomes: dict[str, Outcome]) -> list[Outcome]:
-    """As the families are listed; those that are no more are left out."""
+    """Returns outcomes in the order of the families. Those of removed families are left out."""
     return [outcomes[name] for name in FAMILIES if name in outcomes]

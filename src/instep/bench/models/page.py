@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 def page(matrices: Sequence[Matrix]) -> str:
-    """Markdown of all settings."""
+    """Returns the Markdown of all settings."""
     verdicts = "\n".join(f"| {verdict} | {says} |" for verdict, says in VERDICTS.items())
     parts = [TEXT.format(verdicts=verdicts), *map(_section, matrices)]
     return "\n".join(
@@ -91,7 +91,7 @@ def _row(outcome: Outcome) -> Sequence[str]:
 
 
 def _reasons(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Why families have other verdicts than bit-equal, and why layers are reloaded."""
+    """Yields tables: why families are not bit-equal, and why layers are reloaded."""
     other = [outcome for outcome in outcomes if outcome.verdict != "bit-equal"]
     if other:
         yield "### Why not"
@@ -107,12 +107,12 @@ def _reasons(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """As it stands, but for what would end the cell."""
+    """Returns the text, with the characters escaped that would end a cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def text(results: Path) -> str:
-    """The page of all kept results; those of GPUs last."""
+    """Returns the page of all kept results, those of GPUs last."""
     files = sorted(results.glob(MODELS))
     return page([msgspec.json.decode(file.read_bytes(), type=Matrix) for file in files])
 

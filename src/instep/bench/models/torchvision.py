@@ -1,4 +1,5 @@
-"""Lets the process that imports this import torchvision, too, where torch is a build for CPUs.
+"""Makes torchvision importable in the process that imports this, also where torch is built for
+CPUs.
 
 The wheel of torchvision is linked with CUDA: its library does not load there, and torchvision then
 fails at the import, as two operators are missing. Its transforms are plain torch. Import this before

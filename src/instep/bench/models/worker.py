@@ -1,4 +1,4 @@
-"""What is asked of an engine's workers: a digest of each tensor that their model holds."""
+"""Digests each tensor of the model in an engine's workers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CACHES = ("kv_cache",)
 
 
 class FamilyWorker(WorkerExtension):
-    """Mixed into vLLM's worker by `worker_extension_cls`."""
+    """A worker extension, mixed into vLLM's worker by `worker_extension_cls`."""
 
     def live_digests(self) -> dict[str, str]:
-        """The dtype, shape and digest of every tensor of the model, by name: parameters, buffers,
-        and what modules keep as plain attributes. Padding that loaders leave as it was is in them."""
+        """Returns the dtype, shape and digest of every tensor of the model, by name: parameters,
+        buffers, and plain attributes of modules. Padding that no loader writes is included."""
         model = self.get_model()  # type: ignore[attr-defined]
         return {name: _digest(tensor) for name, tensor in _tensors(model)}
 

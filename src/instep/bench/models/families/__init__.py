@@ -1,5 +1,5 @@
-"""Configurations of many families, tiny, by their names. Nothing else in this package knows a
-family's name."""
+"""Tiny configurations of many families, by name. Only this module and those beside it know
+families' names."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ FAMILIES: dict[str, Family] = {name: family for families in KINDS.values() for n
 
 
 def kind(name: str) -> str:
-    """The heading that a family stands under."""
+    """Returns the heading under which a family stands."""
     return next(kind for kind, families in KINDS.items() if name in families)

@@ -1,4 +1,4 @@
-"""Attention and dense layers."""
+"""Families of attention and dense layers."""
 
 from __future__ import annotations
 

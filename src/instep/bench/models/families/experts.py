@@ -1,4 +1,4 @@
-"""Layers of experts, a router before them."""
+"""Families with layers of experts behind a router."""
 
 from __future__ import annotations
 

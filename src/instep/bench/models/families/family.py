@@ -1,4 +1,4 @@
-"""What a family is made of, and the sizes that most of them share."""
+"""The parts of a family, and the sizes that most families share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention over a compressed cache (MLA): keys and values of all heads come from one vector."""
+"""Families with attention over a compressed cache (MLA): keys and values of all heads come from
+one vector."""
 
 from __future__ import annotations
 

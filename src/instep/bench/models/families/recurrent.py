@@ -1,4 +1,4 @@
-"""State spaces, linear attention and short convolutions, alone or beside attention."""
+"""Families with state spaces, linear attention or short convolutions, alone or beside attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tower that looks at images before a language model. Both are trained, so both are pushed."""
+"""Families with a vision tower before a language model. Both are trained, so both are pushed."""
 
 from __future__ import annotations
 
