@@ -26,7 +26,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "torchrl": ("torchrl",),
     "vllm": ("vllm", "zmq"),
 }
-"""For each extra the names under which its packages are imported. vLLM brings zmq along."""
+"""The import names of each extra's packages. vLLM installs zmq as well."""
 EXTRAS = {package: extra for extra, packages in PACKAGES.items() for package in packages}
 WITHIN = {"cli": ("http",), "demo": ("http", "cli")}
 """The extras that an extra brings along."""

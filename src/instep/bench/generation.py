@@ -42,7 +42,7 @@ WAIT = 600.0
 """Seconds for a result or a push, at most."""
 BARE, ACTOR = "AsyncLLM", "actor"
 PUSHED: dict[CachePolicy, str] = {policy: f"{ACTOR}, a push every {EVERY:g} s, caches={policy}" for policy in get_args(CachePolicy)}
-"""By what becomes of the KV of requests under way: read again with the new weights, or left as it is."""
+"""Names of ways by cache policy: KV in use is recomputed with the new weights, or kept."""
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):

@@ -74,7 +74,7 @@ KINDS: dict[str, type[Kept]] = {
     "pushes": Pushes,
     "requests": Generation,
 }
-"""By the field that no other has."""
+"""Kinds of files, by the field that no other kind has."""
 
 MODELS = "models-*.json"
 

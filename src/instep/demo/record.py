@@ -62,7 +62,7 @@ class Run(msgspec.Struct):
     after: Exam
     steps: list[Step]
     seconds: dict[str, float]
-    """Of the whole run: start, steps, total."""
+    """Seconds of the whole run: start, steps, total."""
 
     def verdict(self) -> str:
         """Returns one line that sums up the run."""

@@ -1,4 +1,4 @@
-"""What a trainer knows of one engine without asking it."""
+"""State that a trainer keeps of one engine, to use without asking it."""
 
 from __future__ import annotations
 

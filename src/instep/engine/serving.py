@@ -1,4 +1,5 @@
-"""What an actor needs of an engine that serves requests: tokens in, tokens out. Everything runs on the event loop that started it.
+"""The interface that an actor needs of a serving engine: tokens in, tokens out. All of it runs
+on the event loop that started the engine.
 
 `vllm/serving.py` has it for vLLM. A test may bring its own.
 """
@@ -29,7 +30,7 @@ class Sampled(Struct, frozen=True, kw_only=True):
 
 
 class KVCacheInfo(Struct, frozen=True):
-    """What is left for the KV cache beside weights and activations, as the engine measured it when it started.
+    """The size of the KV cache, as the engine measured it at its start.
 
     tokens: that fit. concurrency: requests of `max_model_len` tokens that fit. max_num_seqs: requests that one step may hold.
     """

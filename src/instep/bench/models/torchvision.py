@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(sys.prefix) / "torchvision"
-"""Where `scripts/setup.py` puts torchvision. Nobody else imports it from there."""
+"""The folder into which `scripts/setup.py` puts torchvision. Only this module looks there."""
 
 if torch.version.cuda is None and FOLDER.is_dir() and str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))

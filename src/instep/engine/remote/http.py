@@ -39,9 +39,10 @@ def adapt(obj: Any) -> Engine | None:
 
 
 class HttpEngine(RemoteEngine):
-    """An engine behind an HTTP server. url: such as `http://gpu1:8000`,
-    `https://inference.example/model-a` or `http://[fd00::1]:8000`. token: the server's; if None,
-    `http_token.token_of` finds it.
+    """An engine behind an HTTP server.
+
+    url: such as `http://gpu1:8000`, `https://inference.example/model-a` or `http://[fd00::1]:8000`.
+    token: the server's; if None, `http_token.token_of` finds it.
 
     Raises `ConfigError` for a URL that is none or holds a password, and where httpx is not installed.
     """

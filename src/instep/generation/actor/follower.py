@@ -20,7 +20,7 @@ T = TypeVar("T")
 CONTROL = 60.0
 """Seconds for a control call that touches no weights."""
 MINUTES = 120.0
-"""For a group to form and for each broadcast, Open Instruct's own default."""
+"""Minutes for a group to form and for each broadcast. This is Open Instruct's default."""
 
 Status = dict[str, Any]
 """A worker's answer, see `instep.dropin.open_instruct.WorkerWrap`."""

@@ -1,4 +1,5 @@
-"""What the actors of a fleet and their trainer know of each other: whether prompts may be taken, and how every actor is."""
+"""Shares state between the actors of a fleet and their trainer: whether prompts may be taken,
+and each actor's status."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from instep.errors import ConfigError, GenerationError
 
 
 class ActorStatus(Struct, frozen=True, kw_only=True):
-    """What an actor is doing.
+    """The status of an actor.
 
     version: that it serves; None before the first push. prompts: under way, from taking them to handing over their result.
     samples: that hold a place in the engine. closed: why no turn may begin now. tokens: sampled so far.

@@ -1,4 +1,4 @@
-"""What an actor does with prompts: takes them, has them answered and scored, hands the results over. Runs on the actor's event loop."""
+"""Takes prompts, gets them answered and scored, hands results over, on the actor's event loop."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Work:
         limit = settings.max_samples or serving.kv_cache.samples
         self.places = Places(limit)
         self.held = Places(2 * limit)
-        """Of samples that came by the queue, until their result is handed over: what bounds the results that wait for a full queue."""
+        """Places for samples of queued prompts until hand-over, to bound the results that wait."""
         self.under_way: dict[PromptId, Prompt] = {}
         self.unanswered: list[Any] = []
         self.refusals = 0

@@ -22,9 +22,9 @@ from instep.generation.sampling import Sampling, from_vllm
 from instep.generation.types import GenerationResult, PromptId, PromptRequest, RequestId, Reward, Sample, ToolRecord
 
 SENT_AS = "instep.sent_as"
-"""Of a request's metadata: the object that it was made of."""
+"""Key in a request's metadata of the object that the request was made from."""
 METRICS = "instep.reward_metrics"
-"""Of a request's metadata: what a reward function of Open Instruct's told beside the scores."""
+"""Key in a request's metadata of the metrics that Open Instruct's reward function returns."""
 SAMPLING = {"n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
 ANYWAY = {"logprobs"}
 """Settings whose answer a result always has: the sampled tokens' log-probabilities."""

@@ -14,7 +14,7 @@ from instep.generation.text import clean
 from instep.generation.types import Label, PromptId, PromptRequest
 
 SAMPLES = 1 << 16
-"""Of one prompt, at most."""
+"""The largest number of samples of one prompt."""
 
 
 def checked(request: PromptRequest) -> PromptRequest:

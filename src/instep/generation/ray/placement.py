@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from instep.errors import ConfigError
 
 SHARE = 0.5
-"""Of a GPU, for an engine that shares it with a trainer."""
+"""The part of a GPU for an engine that shares it with a trainer."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a prompt becomes samples, in turns of the model and of its tools."""
+"""Makes samples from a prompt, in turns of the model and of its tools."""
 
 from instep.generation.rollout.budget import Limits
 from instep.generation.rollout.turns import Client, Harness, answer, rollout

@@ -25,7 +25,7 @@ else:
     from warden import Warden
 
 HIGH = 100
-"""From here on are the numbers of what programs do not get."""
+"""The lowest number for the keeper's own descriptors, which no program gets."""
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 ALL_OF_FIRST = (1 << 13) - 1
 LATER_RIGHTS = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 SCOPES_SINCE, SCOPES = 6, 3
-"""Since version 6: no signals to processes outside, and no abstract sockets of theirs."""
+"""Version 6 and later also refuse signals to outside processes, and their abstract sockets."""
 
 
 def landlock_version() -> int:

@@ -32,7 +32,7 @@ EVERYTHING = (
     kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET | kernel.CLONE_NEWCGROUP
 )
 NEW_ROOT = "/tmp"
-"""Where the new root is mounted while it is built."""
+"""The mount point of the new root while it is built."""
 
 
 def build_root(folders: list[str]) -> None:

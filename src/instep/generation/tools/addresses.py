@@ -14,9 +14,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 TRANSLATED = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")))
-"""Within these an IPv6 address is the IPv4 address that it ends with, by another name."""
+"""IPv6 networks whose addresses stand for the IPv4 address in their last 32 bits."""
 METADATA = ipaddress.IPv4Network("192.0.0.0/24")
-"""Where one cloud has its metadata; for some versions of Python it is part of the Internet."""
+"""The network of one cloud's metadata, which some versions of Python call global."""
 
 
 class InsideError(OSError):

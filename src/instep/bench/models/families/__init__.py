@@ -13,7 +13,7 @@ KINDS = {
     "state spaces, linear attention, short convolutions": recurrent.FAMILIES,
     "vision and language": vision.FAMILIES,
 }
-"""By what their layers are."""
+"""Families by the kind of their layers."""
 
 FAMILIES: dict[str, Family] = {name: family for families in KINDS.values() for name, family in families.items()}
 

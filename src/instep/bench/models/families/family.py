@@ -11,7 +11,7 @@ VOCABULARY = 160
 
 @dataclass(frozen=True)
 class Pictures:
-    """What an engine needs beside the weights to answer a prompt with an image.
+    """The parts that an engine needs beside the weights to answer a prompt with an image.
 
     words: the tokenizer's special tokens, by the name of its attribute: (token id, word).
     prompt: the token ids that stand for one image in a prompt.
