@@ -13,8 +13,9 @@ from instep.errors import ConfigError
 KV_CACHE = int(ON_CPU["VLLM_CPU_KVCACHE_SPACE"]) << 30
 """Bytes of each worker's KV cache."""
 COPIES = 6
-"""Copies of the weights: the trainer's, a version on its way, and the engine's, as they come, as vLLM packs
-them, and what a first push holds of both. At the peak 5.8 (0.27 and 1.2 GB, vLLM 0.32, 2026-11-29)."""
+"""Copies of the weights: the trainer's, a version on its way, and the engine's, as they come, as
+vLLM packs them, and what a first push holds of both. At the peak 5.8 (0.27 and 1.2 GB, vLLM 0.32,
+2026-11-29)."""
 PROCESSES = 1_200_000_000
 """Bytes that the trainer and vLLM's core take beside these, measured there too: PyTorch and vLLM."""
 WORKER = 700_000_000

@@ -92,8 +92,9 @@ class HttpRpc:
         raise EngineLost(f"{self.name} cannot be reached: {problem}")
 
     def _answer(self, route: str, response: Any) -> bytes:
-        """Returns the engine's answer. Raises `ConfigError` for a server that refuses the token
-        or lacks the route, and `EngineLost` for another answer that is no engine's."""
+        """Returns the engine's answer. Raises `ConfigError` if the server refuses a question's
+        token or route, or a request's size. Any other answer that is not the engine's is an
+        `EngineLost`."""
         if response.headers.get("content-type") == MSGPACK.decode():
             answer: bytes = response.content
             return answer
