@@ -259,7 +259,7 @@ def test_nothing_grows_over_200_versions(transport: ShmTransport, segments: Path
             return ""
 
     def resources() -> tuple[int, int]:
-        maps = sum("instep-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        maps = sum(str(segments) in line for line in Path("/proc/self/maps").read_text().splitlines())
         return maps, sum(str(segments) in target(Path("/proc/self/fd") / name) for name in os.listdir("/proc/self/fd"))
 
     values = [("w", torch.randn(100_000)), ("v", torch.randn(10, 3))]

@@ -130,6 +130,7 @@ def heal(sync: WeightSync, bad: MemoryEngine, good: MemoryEngine, source: dict[s
             assert good.version != "v-new"
         bad = restarted
     source.update(LATER)
+    sync.status()  # an engine that hung is asked again: a push would not wait for its answer
     receipt = sync.push("v-later")
     assert receipt.failed == ()
     for engine in (bad, good):

@@ -75,7 +75,7 @@ def test_vllms_own_trainer_half_with_a_deadline_ends_when_its_engine_dies(device
         if dies == "with a message answered":
             line.send(b"")
         other.destroy(linger=200)
-    assert isinstance(running.exception(30), zmq.Again)
+    assert isinstance(running.exception(30), zmq.ZMQError)  # Again, as a rule
     trainer.leave()
 
 
