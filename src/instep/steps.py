@@ -26,7 +26,7 @@ from instep.source import Look, check_unchanged
 from instep.telemetry import Account, Event
 from instep.transport import Placed, at_rest
 
-Way = Literal["trusted", "asked", "another transport"]
+AttemptName = Literal["trusted", "asked", "another transport"]
 """trusted: engines are taken to be as the last push has left them. asked: each has said what it serves. another transport: what was
 published could not be opened by all of them."""
 
@@ -36,7 +36,7 @@ class Attempt:
     """Engines that are to take the version. found: the last look at the source, if still
     current."""
 
-    way: Way
+    name: AttemptName
     members: Sequence[Member]
     found: Look | None = None
 
@@ -172,7 +172,7 @@ class Push(Account):
         if self._can_fuse(members, sent):
             return Ready(members, fused=True)
         failure = await self._prepare(members, sent)
-        if attempt.way == "trusted" and any(isinstance(member.failure, VersionConflict) for member in members):
+        if attempt.name == "trusted" and any(isinstance(member.failure, VersionConflict) for member in members):
             return await self.ask()
         if isinstance(failure, TransportError) and transport.give_up(failure, [member.failure for member in members]):
             for member in members:
@@ -184,8 +184,8 @@ class Push(Account):
         return Ready([member for member in members if member.failure is None], fused=False)
 
     def _can_fuse(self, members: Sequence[Member], sent: Sent) -> bool:
-        engine = fused(members[0].engine) if len(members) == 1 and members[0].in_place(sent.manifest) else None
-        return engine is not None and self.session.transport.late
+        engine = fused(members[0].engine) if len(members) == 1 and members[0].finds_where_it_was(sent.manifest) else None
+        return engine is not None and self.session.transport.digests_apart
 
     async def _prepare(self, members: Sequence[Member], sent: Sent) -> InstepError | None:
         fleet, transport = self.session.fleet, self.session.transport
@@ -216,12 +216,12 @@ class Push(Account):
 
     async def _commit(self, members: Sequence[Member], sent: Sent) -> dict[str, EngineReceipt]:
         session = self.session
-        if sent.required is not None and session.transport.early:
+        if sent.required is not None and session.transport.digests_before_commit:
             sent.digests()  # raises before any label changes, if bytes that were published again differ
         self.committing = sent
         with self.phase("commit"):
-            read = sent.manifest.location.live and not session.transport.late  # with late transports workers read them by themselves
-            request = CommitRequest(self.version, sent.digests() if read else {}, sent.published.launch, hold=True)
+            carried = sent.manifest.location.live and not session.transport.digests_apart
+            request = CommitRequest(self.version, sent.digests() if carried else {}, sent.published.launch, hold=True)
             async with session.transport.serving("commit") as sending:
                 return await session.fleet.each(
                     members,

@@ -24,7 +24,7 @@ from instep.source.guarded import Guarded
 
 BATCH = 256 << 20  # bytes of tensors that workers read back in one call: the engine's next step waits for it
 REARRANGED = "the engine keeps {} in a layout of its own, with the same elements"
-UNPROVED = "; no push has shown yet that the engine keeps this layer as the checkpoint has it"
+LAYOUT_NOT_SHOWN = "; no push has shown yet that the engine keeps this layer as the checkpoint has it"
 
 Batch = list[tuple[TensorMeta, torch.Tensor]]
 
@@ -72,7 +72,7 @@ async def verify(source: object, engine: object, *, deadline: float = 60.0, cana
     with unchanged(read):
         async for batch, held in _asked(member, read, tensors, {meta.name for meta in tensors}):
             equal += _compared(batch, held, found)
-        unproved = {name for name, why in found.differing.items() if why.endswith(UNPROVED)}
+        unproved = {name for name, why in found.differing.items() if why.endswith(LAYOUT_NOT_SHOWN)}
         if len(unproved) == len(found.differing):  # otherwise it differs anyway
             for name, why in (await _rearranged(member, read, tensors, unproved)).items():
                 found.unread[name] = why
@@ -174,5 +174,5 @@ def _difference(meta: TensorMeta, value: torch.Tensor, parts: Sequence[Part]) ->
     wanted = digest(value.to(getattr(torch, stored.dtype)), stored)
     if total == wanted:
         return None, True
-    unproved = "" if len(meta.shape) < 2 or all(part.proved for part in parts) else UNPROVED  # a vector has no other layout
+    unproved = "" if len(meta.shape) < 2 or all(part.proved for part in parts) else LAYOUT_NOT_SHOWN  # a vector has no other layout
     return f"digest {total:016x}, the checkpoint's is {wanted:016x}{unproved}", True

@@ -23,7 +23,7 @@ from instep.errors import EngineLost, EngineTimeout, InstepError, SourceError, T
 from instep.source.module import MappingSource
 from instep.transport.broadcast import publish as broadcast
 from instep.transport.broadcast import read as broadcast_reader
-from instep.transport.broadcast.publish import Way
+from instep.transport.broadcast.publish import Settings
 from instep.transport.bucket_digests import HostTally, Result
 from instep.transport.group import BACKENDS, Group
 from instep.transport.store import find, serve
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that even a toy's tensors lie in several."""
-    monkeypatch.setitem(broadcast.WAYS, "gloo", Way(64 << 10, "prepare", on_gpu=False))
+    monkeypatch.setitem(broadcast.SETTINGS, "gloo", Settings(64 << 10, "prepare", on_gpu=False))
 
 
 def same(engine: MemoryEngine, weights: dict[str, torch.Tensor]) -> bool:

@@ -19,7 +19,7 @@ from instep.transport.broadcast import publish as broadcast
 
 TRANSPORTS: dict[Any, str] = {"nccl": "abcdefgh", "ipc": "ijklm"}
 """With the versions that go over each."""
-MANY = broadcast.Way(256 << 10, "commit", on_gpu=True)
+MANY = broadcast.Settings(256 << 10, "commit", on_gpu=True)
 """Buckets so small that the tiny model fills many."""
 
 
@@ -45,9 +45,9 @@ def step(weights: dict[str, torch.Tensor]) -> None:
         tensor.neg_()
 
 
-@pytest.mark.parametrize("way", [broadcast.WAYS["nccl"], MANY], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize("way", [broadcast.SETTINGS["nccl"], MANY], ids=["one bucket", "many buckets"])
 def test_every_byte_arrives(engine: FarEngine, weights: dict[str, torch.Tensor], way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(broadcast.WAYS, "nccl", way)
+    monkeypatch.setitem(broadcast.SETTINGS, "nccl", way)
     with WeightSync(weights, [engine], transport="nccl", timeout=20) as sync:
         for version in "abcd":
             step(weights)
@@ -63,7 +63,7 @@ def test_a_trainer_that_stops_sending(
 ) -> None:
     """Before the first bucket nothing has been written; afterwards the engine has parts of two versions, and a push heals it. Without a
     pause its first buckets are still on their way then."""
-    monkeypatch.setitem(broadcast.WAYS, "nccl", MANY)
+    monkeypatch.setitem(broadcast.SETTINGS, "nccl", MANY)
     packed = broadcast.BroadcastTransport._packed
 
     def breaks(*arguments: Any) -> Iterator[torch.Tensor]:

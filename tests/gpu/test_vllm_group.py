@@ -74,7 +74,7 @@ def test_a_trainer_that_stops_sending_leaves_a_dirty_engine_that_a_push_heals(ot
     """It gives up after the first bucket: the engine has part of the new version, says so, refuses, and takes the next push."""
     from instep.transport.broadcast import publish as broadcast
 
-    monkeypatch.setitem(broadcast.WAYS, "nccl", broadcast.Way(256 << 10, "commit", on_gpu=True))
+    monkeypatch.setitem(broadcast.SETTINGS, "nccl", broadcast.Settings(256 << 10, "commit", on_gpu=True))
     trainer = model("tiny", 2, "cuda:0")
     with WeightSync(trainer, [other_gpu], transport="nccl", timeout=20) as sync:
         sync.push("whole")

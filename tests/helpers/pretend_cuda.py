@@ -56,7 +56,7 @@ def pretend_nccl(monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
     """Gloo carries what NCCL would, in buckets of so many bytes."""
     pretend(monkeypatch)
     monkeypatch.setitem(group.BACKENDS, "nccl", group.BACKENDS["gloo"])
-    monkeypatch.setitem(broadcast.WAYS, "nccl", broadcast.Way(bucket, "commit", on_gpu=True))
+    monkeypatch.setitem(broadcast.SETTINGS, "nccl", broadcast.Settings(bucket, "commit", on_gpu=True))
     consider = broadcast.BroadcastTransport.why_not
 
     def anything(self: broadcast.BroadcastTransport, device: torch.device, workers: Any) -> None:

@@ -78,7 +78,7 @@ def room_for_buckets(wrap: str) -> dict[str, Any]:
         receipt = sync.push("v0")
     if engine:
         engine.close()
-    return {"most": found[0], "bucket": broadcast.WAYS["gloo"].bucket, "nbytes": receipt.nbytes}
+    return {"most": found[0], "bucket": broadcast.SETTINGS["gloo"].bucket, "nbytes": receipt.nbytes}
 
 
 def cast() -> dict[str, Any]:

@@ -27,9 +27,9 @@ def opened(module: Any, engine: Any, way: str, **settings: Any) -> WeightSync:
     """engine: None on every rank but the first."""
     if way == "ipc":
         pretend(pytest.MonkeyPatch())  # for as long as this process lives
-    before = broadcast.WAYS["gloo"]
-    broadcast.WAYS["gloo"] = broadcast.Way(BUCKETS.get(way, 1 << 20), "prepare", on_gpu=False)
+    before = broadcast.SETTINGS["gloo"]
+    broadcast.SETTINGS["gloo"] = broadcast.Settings(BUCKETS.get(way, 1 << 20), "prepare", on_gpu=False)
     try:
         return WeightSync(module, [] if engine is None else [engine], **{"timeout": 30.0, **(WAYS | HTTP)[way], **settings})
     finally:
-        broadcast.WAYS["gloo"] = before
+        broadcast.SETTINGS["gloo"] = before

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("segments")
 def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of this process stands for that of cards. A tensor of these tests takes two buckets, the first and the last share one."""
     pretend_nccl(monkeypatch, ALIGN)
-    monkeypatch.setitem(broadcast.WAYS, "gloo", broadcast.Way(ALIGN, "prepare", on_gpu=False))
+    monkeypatch.setitem(broadcast.SETTINGS, "gloo", broadcast.Settings(ALIGN, "prepare", on_gpu=False))
 
 
 def fails(sync: WeightSync, version: str) -> InstepError | None:

@@ -103,7 +103,7 @@ class Known:
         """Takes the place of `hello` for an engine that is `known`."""
         self.trusted, self.serving = True, "old"
 
-    def in_place(self, manifest: Manifest) -> bool:
+    def finds_where_it_was(self, manifest: Manifest) -> bool:
         """Whether the engine is still trusted, and finds these bytes where it found the last
         ones."""
         return self.trusted and self.address == manifest.location.address

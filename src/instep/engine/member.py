@@ -221,7 +221,7 @@ class Member(Known):
         """Returns the workers' receipts, and whether the engine has already been resumed."""
         if (engine := fused(self.engine)) is not None:
             whole = request
-            if self.in_place(manifest):
+            if self.finds_where_it_was(manifest):
                 self.holding.add(manifest.location.address)
                 whole = structs.replace(request, again=Again.of(manifest, self.version))
             answers = await self.bounded("commit", engine.commit_at_once(self._request(whole), caches, request.version))

@@ -113,7 +113,7 @@ class _Laid:
 class SharedIpc(IpcTransport):
     """The part of rank 0. Each rank sums up its own parts, so workers cannot read all sums."""
 
-    late = False
+    digests_apart = False
 
     def __init__(self, source: RankedSource) -> None:
         super().__init__()

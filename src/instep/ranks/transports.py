@@ -70,8 +70,8 @@ class Gathering(BroadcastTransport):
     def __init__(self, backend: str, timeout: float, source: RankedSource, *, whole: bool) -> None:
         super().__init__(backend, timeout)
         self.source, self.whole = source, whole
-        self.step = max(ALIGN, 3 * (self.way.bucket // ALIGN) // 8 * ALIGN)
-        self.way = replace(self.way, bucket=self.way.bucket - self.step)
+        self.step = max(ALIGN, 3 * (self.settings.bucket // ALIGN) // 8 * ALIGN)
+        self.settings = replace(self.settings, bucket=self.settings.bucket - self.step)
 
     def _read(self, tensors: list[TensorMeta], values: Placed) -> None:  # noqa: ARG002
         self.source.note()
@@ -86,7 +86,7 @@ class Gathering(BroadcastTransport):
     def _packed(self, tensors: list[TensorMeta], _: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         run = self.source.run(tensors)
         self.source.channel.ask("send", tensors)
-        stretches = [ByteRange(False, low, high, self.step) for low, high in buckets(run.size, self.way.bucket)]
+        stretches = [ByteRange(False, low, high, self.step) for low, high in buckets(run.size, self.settings.bucket)]
         rooms = (room(index, stretch.high - stretch.low) for index, stretch in enumerate(stretches))
         if not self.whole:
             yield from self.source.fill(run, self.device, stretches, rooms)

@@ -20,7 +20,7 @@ from instep.errors import DigestMismatch
 from instep.protocol import Route, TensorMeta, WorkerPlan
 from instep.receiver import Host
 from instep.receiver.copies import Copies, live_tensors
-from instep.receiver.evidence import Look, Place
+from instep.receiver.evidence import Holdings, Place
 from instep.receiver.initial import Compared, compare
 from instep.receiver.rebuilt import DERIVED, try_rebuilding
 from instep.receiver.regions import Tensors, copy_regions, offered
@@ -28,7 +28,7 @@ from instep.receiver.rehearsal import Scrambled
 from instep.receiver.structure import Structure
 from instep.receiver.watcher import layer_of
 
-UNPROVED = "not proved yet"
+UNDECIDED = "not proved yet"
 OTHERWISE = " is not stored as the checkpoint has it"
 UNTOUCHED = "the reload session left its weights as they were when it was given different ones"
 
@@ -37,7 +37,7 @@ UNTOUCHED = "the reload session left its weights as they were when it was given 
 class Rehearsed:
     """What the model held after a reload session with other weights."""
 
-    look: Look
+    look: Holdings
     held: Sequence[object]
 
 
@@ -95,7 +95,7 @@ class Applier:
         self.routes: dict[str, list[Route]] = defaultdict(list)
         for route in self.plan.routes:
             self.routes[layer_of(route.param)].append(route)
-        why = self.host.always_reloads or UNPROVED
+        why = self.host.always_reloads or UNDECIDED
         self.reload = {layer: self.plan.reload_only.get(layer, why) for layer in self.routes.keys() | self.plan.reload_only.keys()}
         self.unproved = dict(self.plan.reload_only)
         self._names = {route.tensor for route in self.plan.routes if route.tensor is not None}
@@ -109,7 +109,7 @@ class Applier:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
         copies = self.copies(look=arrival.once)
         watched = self._watched()
-        first = watched is not None and UNPROVED in self.reload.values()  # no layer was judged yet
+        first = watched is not None and UNDECIDED in self.reload.values()  # no layer was judged yet
         in_turn = arrival.once and first and not self.direct | self.rebuild | {*self.plan.unnoticed}
         tensors = arrival.move(copies, watched, in_turn=in_turn)
         if not arrival.once and (now := self.copies()) is not copies:  # checked while the GPU copies
@@ -232,10 +232,10 @@ class Applier:
             self._watch = self._watch.renewed(self.host.model)
         return self._watch
 
-    def look(self) -> Look:
+    def look(self) -> Holdings:
         """Records all that the engine's modules hold beside the weights."""
         live = dict(live_tensors(self.host.model))
-        return Look(self.host.model, [*(live[name] for name in {route.param for route in self.plan.routes}), *self.host.filled()])
+        return Holdings(self.host.model, [*(live[name] for name in {route.param for route in self.plan.routes}), *self.host.filled()])
 
     def _rehearse(self, arrival: Arrival, watched: Copies) -> Rehearsed | None:
         """Runs a reload session with made-up weights. Returns None, and leaves every layer on
@@ -244,11 +244,11 @@ class Applier:
             self.session(Scrambled(arrival.tensors_of(), self.host.device))
         except Exception as error:
             why = f"the engine's loader did not take other weights: {type(error).__name__}: {error}"
-            self.reload = {layer: why if reason == UNPROVED else reason for layer, reason in self.reload.items()}
+            self.reload = {layer: why if reason == UNDECIDED else reason for layer, reason in self.reload.items()}
             return None
         return Rehearsed(self.look(), arrival.held(watched.renewed(self.host.model)))
 
-    def _find_derived(self, before: Look, after: Look) -> None:
+    def _find_derived(self, before: Holdings, after: Holdings) -> None:
         """Keeps layers on reload whose modules hold what is derived from weights.
 
         A module without routes counts too. What it holds follows from some layer's weights, but it
@@ -256,7 +256,7 @@ class Applier:
         """
         self.derived = after.changed(before)
         for name, places in self.derived.items():
-            if self.reload.get(name, UNPROVED) == UNPROVED:
+            if self.reload.get(name, UNDECIDED) == UNDECIDED:
                 self.reload[name] = f"{min(way for _, way in places)}{DERIVED}"
 
     def _read_back(self, arrival: Arrival, watched: Copies, rehearsed: Rehearsed | None) -> None:
@@ -287,7 +287,7 @@ class Applier:
     def _decide(self, layer: str, why: str | None) -> None:
         """Promotes a layer, or notes why not. A layer that stays on reload for another reason keeps
         that reason."""
-        if self.reload[layer] == UNPROVED:
+        if self.reload[layer] == UNDECIDED:
             if why is None:
                 del self.reload[layer]
                 self.direct.add(layer)

@@ -64,7 +64,7 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Look:
+class Holdings:
     """What a model's modules hold at this moment.
 
     spared: tensors whose memory, and that of their views, is not summed up: the weights of the
@@ -85,7 +85,7 @@ class Look:
         self._alive.clear()
         self._seen.clear()
 
-    def changed(self, before: Look) -> dict[str, list[Place]]:
+    def changed(self, before: Holdings) -> dict[str, list[Place]]:
         """Returns the modules that hold, or lead to, something that has changed, each with the
         places of such things."""
         found: dict[str, list[Place]] = defaultdict(list)
@@ -95,7 +95,7 @@ class Look:
                     found[module].append(place)
         return found
 
-    def followed(self, before: Look, place: Place) -> bool:
+    def followed(self, before: Holdings, place: Place) -> bool:
         """Whether something derived from weights has changed with them. A tensor of one 64-bit
         integer counts as changed: it may be an address, and the allocator may give the same memory
         again."""
@@ -113,7 +113,7 @@ class Look:
                     left.append(holder)
         return {module for module, way in seen if not way}
 
-    def as_it_was(self, before: Look, place: Place) -> bool:
+    def as_it_was(self, before: Holdings, place: Place) -> bool:
         if place not in self.found or place not in before.found:
             return False
         now, was = self.found[place], before.found[place]

@@ -28,7 +28,7 @@ COMPUTED = ("", Region(0, (), ()))  # a scalar that is no element of a checkpoin
 SAME_ELEMENTS = (aten.clone.default, aten._to_copy.default, aten.contiguous.default)
 COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 NEW = (aten.lift_fresh.default, aten.lift.default)  # `torch.tensor` fills memory before the dispatcher sees it
-LATE = "#"  # prefix of a target whose parameter is not known yet
+NOT_NAMED_YET = "#"  # prefix of a target whose parameter is not known yet
 LIVE = (
     "no engine was touched, and no other source helps: the loader of this model changes memory that the engine generates "
     "from. Start the engine from each checkpoint anew, or have the loader write to parameters and buffers of the model"
@@ -125,7 +125,7 @@ class Watcher(TorchDispatchMode):
             storage = storage_of(tensor)
             if not tensor.is_meta and storage not in self.targets:
                 self.alive.append(tensor)
-                self.targets[storage] = f"{LATE}{storage}"
+                self.targets[storage] = f"{NOT_NAMED_YET}{storage}"
 
     def settle(self) -> None:
         """Resolves, after the loader is done, which parameters it has replaced.
@@ -134,7 +134,7 @@ class Watcher(TorchDispatchMode):
         """
         now = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters())}
         names = {storage_of(tensor): name for name, tensor in now.items()}
-        late = {target: names.get(storage) for storage, target in self.targets.items() if target.startswith(LATE)}
+        named = {target: names.get(storage) for storage, target in self.targets.items() if target.startswith(NOT_NAMED_YET)}
         for name, tensor in now.items():
             held = self.params.get(name, self.buffers.get(name))
             if storage_of(tensor) in self.live or (held is not None and storage_of(tensor) == storage_of(held)):
@@ -143,14 +143,14 @@ class Watcher(TorchDispatchMode):
                 text = f"the engine's loader adds {name}, which the model that runs there has not"
                 raise PlanError(text, next_step=f"no engine was touched: start the engine from a checkpoint that has {name}")
             (self.buffers if name in self.buffers else self.params)[name] = tensor.detach()
-            if name not in late.values():
+            if name not in named.values():
                 self.targets[storage_of(tensor)] = name
                 self.layout.replaced(name)
                 if (found := self._region(tensor)) is None:
                     self._compute(tensor, "the loader puts another tensor in its place", self._origins(tensor))
                 else:
                     self.routes.append(Route(*found, name, reshaped(whole(tensor.shape), found[1].shape) or whole(tensor.shape)))
-        known = {target: late.get(target, target) or "" for target in self.targets.values()}
+        known = {target: named.get(target, target) or "" for target in self.targets.values()}
         self.routes = [Route(one.tensor, one.source, known[one.param], one.target) for one in self.routes if known[one.param]]
         self.opaque = {known[target]: why for target, why in self.opaque.items() if known[target]}
         self.constants = {known[target] for target in self.constants if known[target]}
@@ -189,7 +189,7 @@ class Watcher(TorchDispatchMode):
 
     def _write(self, func: Any, targets: list[torch.Tensor], args: Any, kwargs: Any) -> None:
         for tensor in targets:
-            if self.targets[storage_of(tensor)].startswith(LATE):
+            if self.targets[storage_of(tensor)].startswith(NOT_NAMED_YET):
                 self.made_of[storage_of(tensor)] |= self._origins(args, kwargs)
             else:
                 self.layout.wrote(tensor, copied=func in COPIES)

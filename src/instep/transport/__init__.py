@@ -94,11 +94,11 @@ class Transport(Protocol):
     """The trainer's side. It publishes a version, workers read the version while `serving` lasts,
     then its memory is released for another."""
 
-    late: bool
-    """Whether commits begin without the digests, because workers read them by themselves or they are complete only afterwards."""
+    digests_apart: bool
+    """Whether commit requests carry no digests: workers read them by themselves, or they are complete only afterwards."""
 
     @property
-    def early(self) -> bool:
+    def digests_before_commit(self) -> bool:
         """Whether the digests are known before the commit."""
 
     def prefetch(self) -> None:
@@ -135,7 +135,7 @@ class Transport(Protocol):
 class Pull:
     """The part of a transport whose workers read by themselves."""
 
-    late, early = False, True
+    digests_apart, digests_before_commit = False, True
 
     def prefetch(self) -> None: ...
 

@@ -129,14 +129,14 @@ class AutoTransport:
             self.used.prefetch()
 
     @property
-    def late(self) -> bool:
+    def digests_apart(self) -> bool:
         assert self.used is not None
-        return self.used.late
+        return self.used.digests_apart
 
     @property
-    def early(self) -> bool:
+    def digests_before_commit(self) -> bool:
         assert self.used is not None
-        return self.used.early
+        return self.used.digests_before_commit
 
     def serving(self, step: str) -> Any:
         assert self.used is not None

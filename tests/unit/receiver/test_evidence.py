@@ -14,7 +14,7 @@ import torch
 from helpers.toys import Checkpoint, ToyHost, push, start
 from torch import nn
 
-from instep.receiver.evidence import Look
+from instep.receiver.evidence import Holdings
 
 ROWS = 96
 
@@ -275,5 +275,5 @@ def test_a_look_is_not_disturbed_by_objects_that_cannot_be_looked_into() -> None
 
     model = Model()
     model.beside.kept = Broken()
-    looks = [Look(model, list(model.parameters())) for _ in range(2)]
+    looks = [Holdings(model, list(model.parameters())) for _ in range(2)]
     assert looks[1].changed(looks[0]) == {}

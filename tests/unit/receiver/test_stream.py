@@ -55,7 +55,7 @@ def test_engines_follow_through_layers_written_directly_and_reloaded_ones(tp: in
         workers = [receiver.incarnation for engine in engines for receiver in engine.receivers]
         rooms = [room for worker in workers for room in broadcast_reader.JOINED[worker][1].rooms]
         assert len(rooms) == 2 * len(workers)
-        assert {len(room) for room in rooms} == {broadcast.WAYS["nccl"].bucket}
+        assert {len(room) for room in rooms} == {broadcast.SETTINGS["nccl"].bucket}
 
 
 def test_tensors_of_a_module_that_are_no_whole_words_are_read_anew_for_each_version() -> None:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Settings:
     """How a backend sends. bucket: bytes; the fastest size measured. step: the step of a push in
     which the bytes travel."""
 
@@ -46,7 +46,7 @@ class Way:
     on_gpu: bool
 
 
-WAYS = {"gloo": Way(32 << 20, "prepare", on_gpu=False), "nccl": Way(128 << 20, "commit", on_gpu=True)}
+SETTINGS = {"gloo": Settings(32 << 20, "prepare", on_gpu=False), "nccl": Settings(128 << 20, "commit", on_gpu=True)}
 
 
 class BroadcastTransport:
@@ -54,8 +54,8 @@ class BroadcastTransport:
     failure."""
 
     def __init__(self, backend: str, timeout: float) -> None:
-        self.backend, self.timeout, self.way = backend, timeout, WAYS[backend]
-        self.late = self.way.step == "commit"
+        self.backend, self.timeout, self.settings = backend, timeout, SETTINGS[backend]
+        self.digests_apart = self.settings.step == "commit"
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"instep-{backend}")
         self.store: Any = None
         self.group: Group | None = None
@@ -77,7 +77,7 @@ class BroadcastTransport:
     def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         self.wanted = {worker.incarnation: 1 + index for index, worker in enumerate(workers)}
         self.local = elsewhere(workers) is None
-        if not self.way.on_gpu:
+        if not self.settings.on_gpu:
             return None
         self.device = device
         gpus = [uuid_of(device), *(worker.gpu for worker in workers)]
@@ -101,7 +101,9 @@ class BroadcastTransport:
         offsets, size = layout(tensors)
         address = f"{self.key}@{host}@{self.store.port}"
         self.sending = uuid.uuid4().hex
-        location = Location(self.backend, address, size, offsets, bucket=self.way.bucket, ranks=self.ranks, sending=self.sending, live=True)
+        location = Location(
+            self.backend, address, size, offsets, bucket=self.settings.bucket, ranks=self.ranks, sending=self.sending, live=True
+        )
         return Published(location, {})
 
     def _in_time(self, action: Callable[..., object], *arguments: Any) -> None:
@@ -140,8 +142,8 @@ class BroadcastTransport:
             self.under_way -= 1
 
     @property
-    def early(self) -> bool:
-        return not self.late or self.first is not None
+    def digests_before_commit(self) -> bool:
+        return not self.digests_apart or self.first is not None
 
     def finish(self, published: Published) -> Published:
         try:
@@ -185,7 +187,7 @@ class BroadcastTransport:
                 if self.group is None:
                     warm_up(self.device)
                     self.group = Group(self.backend, self.store, self.key, 0, 1 + len(self.ranks), self.device, self.timeout)
-                if step == self.way.step:
+                if step == self.settings.step:
                     sent = self._send(self.group)
                     if isinstance(sent, InstepError):  # the group can be used again
                         self.sent.set_exception(sent)
@@ -205,7 +207,7 @@ class BroadcastTransport:
     def _read(self, tensors: list[TensorMeta], values: Placed) -> None:
         """Takes the first read of the source on a GPU, where sending is the second one. It runs in
         the sending thread so that the GPU's work keeps this order."""
-        if self.way.on_gpu:
+        if self.settings.on_gpu:
             if self.first is None or self.first.tensors != tensors:
                 self.first = First(tensors, self.device)
             self._in_time(self.first.take, values)
@@ -252,7 +254,7 @@ class BroadcastTransport:
 
     def _promised(self, tensors: list[TensorMeta], values: Placed) -> torch.Tensor | None:
         """Returns the sums that the sent bytes must have, if they are known before sending."""
-        if self.late and values.digests is not None:
+        if self.digests_apart and values.digests is not None:
             return sums_of(values.digests, tensors, self.device)
         return self.first.told() if self.first is not None else None
 
@@ -263,13 +265,13 @@ class BroadcastTransport:
 
     def _packed(self, tensors: list[TensorMeta], values: Placed, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yields each bucket when it is filled."""
-        return self.tally.pack(values, room) if self.tally else pack(tensors, values, self.way.bucket, room)
+        return self.tally.pack(values, room) if self.tally else pack(tensors, values, self.settings.bucket, room)
 
     def _tally(self, tensors: list[TensorMeta]) -> Tally:
-        if not self.way.on_gpu:
-            return HostTally(tensors, self.way.bucket, flags=True)
+        if not self.settings.on_gpu:
+            return HostTally(tensors, self.settings.bucket, flags=True)
         if self.tally is None or self.tally.tensors != tensors:
-            self.tally = DeviceTally(tensors, self.way.bucket, [self._room(index, self.way.bucket) for index in range(2)])
+            self.tally = DeviceTally(tensors, self.settings.bucket, [self._room(index, self.settings.bucket) for index in range(2)])
         self.tally.begin()
         return self.tally
 
@@ -278,5 +280,5 @@ class BroadcastTransport:
 
     def _room(self, index: int, size: int) -> torch.Tensor:
         if len(self.rooms) <= index % 2:
-            self.rooms.append(torch.empty(self.way.bucket, dtype=torch.uint8, device=self.device))
+            self.rooms.append(torch.empty(self.settings.bucket, dtype=torch.uint8, device=self.device))
         return self.rooms[index % 2][:size]

@@ -70,7 +70,7 @@ class IpcTransport(Pull):
     contiguous, not of the dtype to send, or no whole number of 8-byte words. The buffers are kept.
     """
 
-    late = True
+    digests_apart = True
 
     def __init__(self) -> None:
         self.handles: dict[int, bytes] = {}

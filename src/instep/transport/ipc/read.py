@@ -83,9 +83,9 @@ class IpcReader(Remote):
         if not launch or self.location.board is None:
             return
         handle, at = self.location.board
-        board, late = self.bases[handle] + at, time.monotonic() + self.timeout / 2
+        board, deadline = self.bases[handle] + at, time.monotonic() + self.timeout / 2
         while (done := int.from_bytes(driver.read(board, 8), "little")) < launch:
-            if time.monotonic() > late:
+            if time.monotonic() > deadline:
                 raise TransportError(f"the trainer's GPU did not sum up its weights within {self.timeout / 2:g} s: is it busy?")
             time.sleep(LOOK)
         if done > launch:
