@@ -71,6 +71,7 @@ def room_for_buckets(wrap: str) -> dict[str, Any]:
     dim = 1 if wrap == "columns" else 0
     fully_shard(model, shard_placement_fn=lambda _: Shard(dim))
     model.to_empty(device="cpu")
+    param: Any
     for param in model.parameters():
         param._local_tensor.fill_(RANK + 1)
     torch.distributed.barrier()
