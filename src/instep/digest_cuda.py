@@ -1,20 +1,20 @@
 """The digest of `digest.py` on a GPU, fused with the copy that it proves: each word is read once, written once, and added up on the way.
 
-One kernel launch works through a table of routes. A route is `rows` runs of `row_words` 64-bit words, a constant stride apart in source,
-target and tensor; a program takes some tiles of one of them.
+One kernel launch works through a table of rows (`plan/rows.py`). A program takes some tiles of one `Rows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from instep.digest import BLOCK_WORDS, MASK, inner_weights, seed_of
+from instep.plan.rows import Rows, contiguous
 from instep.protocol import TensorMeta
 
 TILE, SPAN, WARPS = 1024, 16, 4  # words, tiles and warps of a program: of 12 the fastest on an H200, to move and to read
@@ -37,33 +37,25 @@ EXPONENTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One route in words of 8 bytes: addresses in bytes, strides and positions in words.
+class Run(NamedTuple):
+    """What a table does with some rows of a tensor: it adds them to the sum of a slot, and where it copies, moves them to their targets.
 
-    position: index of the first word in its tensor's flat space, and position_stride from there to the first word of the next row.
-    slot: which of the sums it adds to. dtype: of its elements, by name.
+    rows: in words of 8 bytes, addresses too. dtype: of the tensor's elements, by name.
     """
 
-    source: int
-    target: int
-    rows: int
-    row_words: int
-    source_stride: int
-    target_stride: int
-    position: int
-    position_stride: int
-    seed: int
+    rows: Rows
     slot: int
+    seed: int
     dtype: str
 
 
-def in_one(address: int, meta: TensorMeta, slot: int, *, start: int = 0, stop: int | None = None, target: int = 0) -> Run:
-    """Returns the run of bytes `start` (a whole number of words) to `stop` of a tensor, which
-    lie contiguously at `address`. target: the address that they are copied to. The bytes are
-    padded to whole words."""
-    words = -(-((meta.nbytes if stop is None else stop) - start) // 8)
-    return Run(address, target, 1, words, words, words, start // 8, words, seed_of(meta), slot, meta.dtype)
+def run_of(rows: Rows, meta: TensorMeta, slot: int) -> Run:
+    return Run(rows, slot, seed_of(meta), meta.dtype)
+
+
+def in_one(address: int, meta: TensorMeta, slot: int) -> Run:
+    """Returns the run of a whole tensor, which lies contiguously at `address`."""
+    return run_of(contiguous(meta.nbytes, address).in_padded_words(), meta, slot)
 
 
 class Table:
@@ -75,17 +67,17 @@ class Table:
 
     def __init__(self, runs: Sequence[Run], slots: int, device: torch.device, *, copy: bool, sums: torch.Tensor | None = None) -> None:
         self.copy = copy
-        programs = [-(-run.rows * run.row_words // (TILE * SPAN)) for run in runs]
+        programs = [-(-rows.numel // (TILE * SPAN)) for rows, _, _, _ in runs]
         starts = np.cumsum([0, *programs])
-        rows = [
+        columns = [
             (
-                *(r.source, r.target, r.rows, r.row_words, r.source_stride, r.target_stride, r.position, r.position_stride),
-                *(r.seed, r.slot, int(start)),
-                *EXPONENTS.get(r.dtype, (0, 0, 0)),
+                *(8 * rows.place, 8 * rows.target, rows.count, rows.length, rows.place_stride, rows.target_stride, rows.at, rows.stride),
+                *(seed, slot, int(start)),
+                *EXPONENTS.get(dtype, (0, 0, 0)),
             )
-            for r, start in zip(runs, starts, strict=False)
+            for (rows, slot, seed, dtype), start in zip(runs, starts, strict=False)
         ]
-        signed = np.array([[value & MASK for value in row] for row in rows], np.uint64).view(np.int64)
+        signed = np.array([[value & MASK for value in row] for row in columns], np.uint64).view(np.int64)
         self.programs = int(starts[-1])
         self.runs = torch.from_numpy(signed).to(device)
         self.of_program = torch.from_numpy(np.repeat(np.arange(len(runs), dtype=np.int32), programs)).to(device)
@@ -130,7 +122,7 @@ def memory_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
     if not tensors:
         return []
     words = [as_words(tensor) for tensor in tensors]
-    runs = [Run(one.data_ptr(), 0, 1, len(one), 0, 0, 0, 0, 0, slot, "int64") for slot, one in enumerate(words)]
+    runs = [Run(contiguous(len(one), one.data_ptr() // 8), slot, 0, "int64") for slot, one in enumerate(words)]
     table = Table(runs, len(runs), words[0].device, copy=False)
     table.launch()
     return table.result()[0]
@@ -155,7 +147,8 @@ def warm_up(device: torch.device) -> None:
     if device.type != "cuda":
         return
     words = torch.zeros(2, dtype=torch.int64, device=device)
-    run = Run(words.data_ptr(), words.data_ptr() + 8, 1, 1, 1, 1, 0, 1, 0, 0, "bfloat16")
+    first = words.data_ptr() // 8
+    run = Run(contiguous(1, first, target=first + 1), 0, 0, "bfloat16")
     for copy, slots in product((True, False), (1, 2)):
         Table([run], slots, device, copy=copy).launch()
     torch.cuda.synchronize(device)

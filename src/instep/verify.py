@@ -14,11 +14,10 @@ from instep.digest import MASK, digest, seed_of, unordered
 from instep.engine import connect
 from instep.engine.member import Member
 from instep.errors import SourceError, VersionConflict
-from instep.plan.region import covered
+from instep.plan.region import covered, view
 from instep.plan.routes import apart, check_metadata, signature
 from instep.protocol import Region, TensorMeta
 from instep.readback import DigestRequest, Held, Part
-from instep.receiver.regions import view
 from instep.source import Source, open_source, unchanged
 from instep.source.guarded import Guarded
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from instep.digest import MASK, digest, seed_of
-from instep.digest_cuda import Run, Table, in_one
+from instep.digest_cuda import Table, in_one, run_of
+from instep.plan.rows import Rows
 from instep.protocol import TensorMeta
 
 
@@ -30,7 +31,8 @@ def test_column_slices_add_up_and_are_moved() -> None:
     parts = [torch.zeros(300, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     seed = seed_of(meta)
     places = [(tensor.data_ptr() + 1024 * i, parts[i].data_ptr()) for i in range(2)]
-    runs = [Run(source, target, 300, 128, 256, 128, 128 * i, 256, seed, 0, meta.dtype) for i, (source, target) in enumerate(places)]
+    rows = [Rows(300, 128, 128 * i, 256, source // 8, 256, target // 8, 128) for i, (source, target) in enumerate(places)]
+    runs = [run_of(some, meta, 0) for some in rows]
     table = Table(runs, 1, tensor.device, copy=True)
     table.launch()
     assert (seed + table.result()[0][0]) & MASK == digest(tensor.cpu(), meta)
@@ -45,7 +47,7 @@ def test_column_shards_are_moved_to_where_they_belong_and_add_up() -> None:
     shards = [tensor[:, :640].contiguous(), tensor[:, 640:].contiguous()]
     seed = seed_of(meta)
     runs = [
-        Run(shard.data_ptr(), whole.data_ptr() + 8 * at, 300, words, words, 256, at, 256, seed, 0, meta.dtype)
+        run_of(Rows(300, words, at, 256, shard.data_ptr() // 8, words, whole.data_ptr() // 8 + at, 256), meta, 0)
         for shard, at, words in zip(shards, (0, 160), (160, 96), strict=True)
     ]
     table = Table(runs, 1, tensor.device, copy=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ import torch
 from helpers import pretend_cuda
 from instep.digest import BLOCK_WORDS
 from instep.digest_cuda import Run, Table
+from instep.plan.rows import Rows
 
 CPU = torch.device("cpu")
 DTYPES = ["bfloat16", "float32", "float16", "float8_e4m3fn", "int8"]
@@ -27,8 +27,8 @@ def run(random: np.random.Generator, rows: int, length: int, dtype: str, slot: i
     memory = torch.from_numpy(random.integers(0, 1 << 62, rows * source_stride, dtype=np.int64))
     room = torch.zeros(rows * target_stride, dtype=torch.int64)
     position = int(random.choice([0, 1, BLOCK_WORDS - 3, 2 * BLOCK_WORDS]))
-    numbers = (rows, length, source_stride, target_stride, position, position_stride, int(random.integers(1, 1 << 62)), slot)
-    return Run(memory.data_ptr(), room.data_ptr(), *numbers, dtype), memory, room
+    places = memory.data_ptr() // 8, source_stride, room.data_ptr() // 8, target_stride
+    return Run(Rows(rows, length, position, position_stride, *places), slot, int(random.integers(1, 1 << 62)), dtype), memory, room
 
 
 def played(kind: Any, runs: list[Run], slots: int, *, copy: bool) -> tuple[list[int], list[bool]]:
@@ -39,7 +39,7 @@ def played(kind: Any, runs: list[Run], slots: int, *, copy: bool) -> tuple[list[
 
 
 def main() -> None:
-    patch.object(torch.cuda, "device", lambda _: nullcontext()).start()
+    torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment,misc]
     random = np.random.default_rng(0)
     shapes = [(1, 1), (1, 700), (1, 40000), (3, 1), (5, 130), (40, 433), (2, 5000)]  # two of them take two programs
     made = [run(random, *shape, DTYPES[index % len(DTYPES)], index % 4) for index, shape in enumerate(shapes * 2)]

@@ -84,17 +84,18 @@ class Table:
     def launch(self) -> None:
         sums, flags = (part.numpy().view(np.uint64) for part in self.sums.zero_().chunk(2))
         for run in self.runs:
+            rows = run.rows
             at, to, position = (
-                np.add.outer(np.arange(run.rows) * stride, np.arange(run.row_words)).reshape(-1)
-                for stride in (run.source_stride, run.target_stride, run.position_stride)
+                np.add.outer(np.arange(rows.count) * stride, np.arange(rows.length)).reshape(-1)
+                for stride in (rows.place_stride, rows.target_stride, rows.stride)
             )
             if not at.size:
                 continue
-            words = _words(run.source, int(at.max()) + 1)[at]
+            words = _words(8 * rows.place, int(at.max()) + 1)[at]
             if self.copy:
-                _memory(run.target, int(to.max()) + 1)[to] = words
+                _memory(8 * rows.target, int(to.max()) + 1)[to] = words
                 Table.moved.append(run)
-            position = (position + run.position).astype(np.uint64)
+            position = (position + rows.at).astype(np.uint64)
             outer = mix(position // np.uint64(BLOCK_WORDS) + np.uint64(run.seed)) | np.uint64(1)
             folded = words + (words >> np.uint64(32))
             sums[run.slot : run.slot + 1] += (folded * outer * inner_weights()[position % np.uint64(BLOCK_WORDS)]).sum()

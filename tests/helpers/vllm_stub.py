@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
 
-I = TypeVar("I")  # noqa: E741
-U = TypeVar("U")
+I, U = TypeVar("I"), TypeVar("U")  # noqa: E741
 BASE = "vllm.distributed.weight_transfer.base"
 
 

@@ -13,11 +13,12 @@ from instep.bench.results import Copy
 from instep.bench.trainer import timed_runs
 from instep.digest_cuda import SPAN, TILE, WARPS, Table, in_one
 from instep.engine.memory_host import MemoryHost
+from instep.plan.region import view
 from instep.plan.rows import Rows, contiguous
 from instep.protocol import Route, TensorMeta, dtype_name
 from instep.receiver.copies import Copies, live_tensors
 from instep.receiver.pull import Puller
-from instep.receiver.regions import holds, view
+from instep.receiver.regions import holds
 from instep.receiver.trace import trace
 
 Tensors = Mapping[str, torch.Tensor]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from instep.protocol import Region
 
@@ -146,23 +147,10 @@ def covered(regions: Iterable[Region], shape: Sequence[int]) -> int:
     return len(np.unique(np.concatenate([indices(region) for region in distinct])))
 
 
-def rows_of(source: Region, target: Region) -> tuple[int, int, int, int] | None:
-    """Returns a copy between two regions of one shape as (rows, elements of a row, source stride,
-    target stride). Rows are contiguous on both sides. None where one constant stride on each side
-    does not express the copy."""
-    axes: list[list[int]] = []  # size, source stride, target stride; outermost first
-    for size, step, other in zip(source.shape, source.stride, target.stride, strict=True):
-        if size == 1:
-            continue
-        if axes and axes[-1][1] == size * step and axes[-1][2] == size * other:
-            axes[-1] = [axes[-1][0] * size, step, other]
-        else:
-            axes.append([size, step, other])
-    axes = axes or [[1, 1, 1]]
-    if axes[-1][1:] != [1, 1] or len(axes) > 2:
-        return None
-    row = axes[-1][0]
-    return (1, row, row, row) if len(axes) == 1 else (axes[0][0], row, axes[0][1], axes[0][2])
+def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """Returns `region` of a contiguous tensor, or of the memory from its first element on, without
+    a copy."""
+    return tensor.as_strided(region.shape, region.stride, int(tensor.storage_offset()) + region.offset)
 
 
 def strided(source: Region, target: Region, shape: Sequence[int], stride: Sequence[int]) -> tuple[Region, Region] | None:

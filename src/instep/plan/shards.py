@@ -2,7 +2,7 @@
 
 A rank holds boxes of a live tensor: one, where it is sharded along dimensions (DTensor), or the few that a range of the flat index space is
 made of (FSDP1, ZeRO-3). A checkpoint tensor is a live tensor or a box of one. Boxes intersect in closed form, so what a rank holds of
-a checkpoint tensor is a list of `Piece`: rows of elements that a strided copy moves.
+a checkpoint tensor is a list of `Piece`: rows that a strided copy moves.
 """
 
 from __future__ import annotations
@@ -13,40 +13,21 @@ from dataclasses import dataclass
 from itertools import product
 
 import msgspec
-from msgspec import structs
 
 from instep.errors import SourceError
-from instep.plan.buckets import cut
-from instep.plan.region import Box, as_box, contiguous_stride, disjoint, rows_of, simplify, whole
-from instep.protocol import ITEM_BYTES, Region, TensorMeta
+from instep.plan.region import Box, as_box, contiguous_stride, disjoint, simplify, whole
+from instep.plan.rows import Rows, all_rows
+from instep.protocol import Region, TensorMeta
 
 Interval = tuple[int, int]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """`rows` rows of `row` elements each. Row `i` begins at element `target + i * target_stride` of the tensor `tensor` and at element
-    `source + i * source_stride` of what the rank holds of the live tensor `live`."""
+    """Rows of the tensor `tensor`, in what a rank holds of the live tensor `live`. Units: elements."""
 
     tensor: str
     live: str
-    rows: int
-    row: int
-    target: int
-    target_stride: int
-    source: int
-    source_stride: int
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.row
-
-    @property
-    def written(self) -> Region:
-        return Region(self.target, (self.rows, self.row), (self.target_stride, 1))
-
-    @property
-    def read(self) -> Region:
-        return Region(self.source, (self.rows, self.row), (self.source_stride, 1))
+    rows: Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,37 +116,11 @@ def pieces(tensor: str, live: str, view: Box, extents: Sequence[Extent]) -> Iter
         to, stride = _from(view, box), contiguous_stride(sizes)
         target = Region(sum(map(int.__mul__, to, stride)), shape, stride)
         source = Region(extent.at + sum(map(int.__mul__, _from(extent.box, box), extent.stride)), shape, extent.stride)
-        yield from (Piece(tensor, live, *numbers) for numbers in _rows(source, target))
+        yield from (Piece(tensor, live, rows) for rows in all_rows(target, source))
 
 
 def _from(outer: Box, inner: Box) -> list[int]:
     return [low - start for (low, _), (start, _) in zip(inner, outer, strict=True)]
-
-
-def _rows(source: Region, target: Region) -> Iterator[tuple[int, int, int, int, int, int]]:
-    found = rows_of(source, target)
-    if found is not None:
-        rows, row, source_stride, target_stride = found
-        yield rows, row, target.offset, target_stride, source.offset, source_stride
-        return
-    for index in range(source.shape[0]):  # one dimension less
-        yield from _rows(*(Region(one.offset + index * one.stride[0], one.shape[1:], one.stride[1:]) for one in (source, target)))
-
-
-def within(piece: Piece, low: int, high: int) -> Iterator[Piece]:
-    """Yields the parts of a piece that lie in elements `low` to `high` of its tensor."""
-    for row, column, rows, count in cut(piece.target, piece.rows, piece.row, piece.target_stride, low, high):
-        yield structs.replace(
-            piece,
-            rows=rows,
-            row=count,
-            target=piece.target + row * piece.target_stride + column,
-            source=piece.source + row * piece.source_stride + column,
-        )
-
-
-def nbytes(pieces: Sequence[Piece], tensors: dict[str, TensorMeta]) -> int:
-    return sum(piece.numel * ITEM_BYTES[tensors[piece.tensor].dtype] for piece in pieces)
 
 
 def share_out(tensors: Sequence[TensorMeta], held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
@@ -187,7 +142,7 @@ def share_out(tensors: Sequence[TensorMeta], held: Sequence[Sequence[Piece]]) ->
         regions: list[Region] = []
         for rank, claims_of in enumerate(by_tensor):
             own = claims_of.get(meta.name, [])
-            part = frozenset(piece.written for piece in own)
+            part = frozenset(piece.rows.written for piece in own)
             if own and part not in seen:
                 seen.add(part)
                 regions += part

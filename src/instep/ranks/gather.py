@@ -21,10 +21,11 @@ from functools import partial
 import msgspec
 import torch
 
+from instep.plan.region import view
 from instep.plan.shards import Piece
 from instep.protocol import ITEM_BYTES, TensorMeta
 from instep.ranks.channel import Channel
-from instep.ranks.run import Memory, Run, read
+from instep.ranks.run import Memory, Run
 from instep.transport.group import Group
 from instep.transport.store import find
 
@@ -157,7 +158,7 @@ def give(meeting: Meeting, run: Run, memory: Memory, stretch: ByteRange) -> None
         meeting.pace(len(parts))
         room = meeting.buffer(stretch.step)[: run.nbytes(rank, low, high)]
         for meta, part, at in parts:
-            _in(room, meta, part, at).copy_(read(memory(part.live), part))
+            _in(room, meta, part, at).copy_(view(memory(part.live), part.rows.read))
         group.begin(meeting.channel.timeout)
         group.wait(group.send(room, 0))
 
@@ -201,4 +202,5 @@ def take(meeting: Meeting, run: Run, memory: Memory, room: torch.Tensor, stretch
 
 def _in(room: torch.Tensor, meta: TensorMeta, part: Piece, at: int) -> torch.Tensor:
     """Returns the view of a part in a buffer of parts that are sent together."""
-    return room[at : at + part.numel * ITEM_BYTES[meta.dtype]].view(getattr(torch, meta.dtype)).view(part.rows, part.row)
+    rows = part.rows
+    return room[at : at + rows.numel * ITEM_BYTES[meta.dtype]].view(getattr(torch, meta.dtype)).view(rows.count, rows.length)

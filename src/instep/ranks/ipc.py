@@ -68,7 +68,7 @@ def look(given: Sequence[Piece], tensors: list[TensorMeta], local: Local, device
         return last
     metas = {meta.name: meta for meta in tensors}
     flat = {live: tensor.detach().reshape(-1) for live, tensor in found.items() if tensor.is_contiguous()}
-    parts = [Part(metas[piece.tensor], flat[piece.live], piece) for piece in given if piece.live in flat]
+    parts = [Part(metas[piece.tensor], flat[piece.live], piece.rows) for piece in given if piece.live in flat]
     unshared = {piece.tensor for piece in given if piece.live not in flat} | {part.meta.name for part in parts if not part.readable(device)}
     return Own(tensors, given, places, [part for part in parts if part.meta.name not in unshared], sorted(unshared))
 

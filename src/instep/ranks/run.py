@@ -11,7 +11,8 @@ from operator import itemgetter
 import torch
 
 from instep.plan.buckets import layout, padded
-from instep.plan.shards import Piece, within
+from instep.plan.region import view
+from instep.plan.shards import Piece
 from instep.protocol import ITEM_BYTES, TensorMeta
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,7 +69,8 @@ class Run:
             if at >= high:
                 return
             size = ITEM_BYTES[meta.dtype]
-            yield from ((meta, part) for part in within(piece, (max(low, at) - at) // size, (min(high, at + meta.nbytes) - at) // size))
+            first, last = (max(low, at) - at) // size, (min(high, at + meta.nbytes) - at) // size
+            yield from ((meta, Piece(piece.tensor, piece.live, rows)) for rows in piece.rows.within(first, last))
 
     def packed(self, rank: int, low: int, high: int) -> Iterator[tuple[TensorMeta, Piece, int]]:
         """Yields what `rank` gives of bytes `low` to `high`, with each part's offset when the parts
@@ -79,11 +81,11 @@ class Run:
             size = ITEM_BYTES[meta.dtype]
             at = -(-at // size) * size
             yield meta, part, at
-            at += part.numel * size
+            at += part.rows.numel * size
 
     def nbytes(self, rank: int, low: int, high: int) -> int:
         """Returns the size in bytes of these parts when they are sent together."""
-        return max((at + part.numel * ITEM_BYTES[meta.dtype] for meta, part, at in self.packed(rank, low, high)), default=0)
+        return max((at + part.rows.numel * ITEM_BYTES[meta.dtype] for meta, part, at in self.packed(rank, low, high)), default=0)
 
     def slices(self, rank: int, low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
         """Halves bytes `low` to `high` until `rank` gives at most `step` bytes of each slice.
@@ -101,22 +103,22 @@ class Run:
 
     def spot(self, room: torch.Tensor, low: int, meta: TensorMeta, part: Piece) -> torch.Tensor:
         """Returns the view of a part in `room`, which is the run from byte `low` on."""
-        size = ITEM_BYTES[meta.dtype]
-        first = self.offsets[meta.name] + size * part.target - low
-        flat = room[first : first + size * ((part.rows - 1) * part.target_stride + part.row)].view(getattr(torch, meta.dtype))
-        return flat.as_strided((part.rows, part.row), (part.target_stride, 1))
+        rows, size = part.rows, ITEM_BYTES[meta.dtype]
+        first = self.offsets[meta.name] + size * rows.at - low
+        flat = room[first : first + size * ((rows.count - 1) * rows.stride + rows.length)].view(getattr(torch, meta.dtype))
+        return flat.as_strided((rows.count, rows.length), (rows.stride, 1))
 
     def put(self, rank: int, memory: Memory, room: torch.Tensor, low: int, high: int) -> None:
         """Copies what this rank gives of bytes `low` to `high` into `room`, cast to the dtypes of
         the tensors. rank: this rank."""
         for meta, part in self.parts(rank, low, high):
-            self.spot(room, low, meta, part).copy_(read(memory(part.live), part))
+            self.spot(room, low, meta, part).copy_(view(memory(part.live), part.rows.read))
 
     def different(self, rank: int, memory: Memory, room: torch.Tensor) -> str | None:
         """Returns the first tensor whose bytes on this rank differ from `room`, which is the whole
         run, or None. rank: this rank."""
         for meta, part in self.parts(rank, 0, self.size):
-            there, own = self.spot(room, 0, meta, part), read(memory(part.live), part)
+            there, own = self.spot(room, 0, meta, part), view(memory(part.live), part.rows.read)
             bits = BITS[ITEM_BYTES[meta.dtype]]
             if not torch.equal(there.view(bits), own.to(there.device, there.dtype).view(bits)):
                 return meta.name
@@ -128,7 +130,3 @@ class Run:
             if first >= high:
                 return
             room[max(first, low) - low : min(last, high) - low] = 0
-
-
-def read(memory: torch.Tensor, part: Piece) -> torch.Tensor:
-    return memory.as_strided((part.rows, part.row), (part.source_stride, 1), int(memory.storage_offset()) + part.source)

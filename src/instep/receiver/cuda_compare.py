@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from instep.digest import BLOCK_BYTES, as_bytes, partial, seed_of
-from instep.digest_cuda import Run, Table
-from instep.plan.region import extent, rows_of, simplify, whole
+from instep.digest_cuda import Run, Table, run_of
+from instep.plan.region import extent, simplify, view, whole
 from instep.plan.routes import reads
-from instep.plan.rows import Rows, common, run_of
+from instep.plan.rows import common, rows_of
 from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta
 from instep.receiver.copies import Copies
 from instep.receiver.pull import Parts, Places, rows_to
-from instep.receiver.regions import Tensors, fits, narrowed, view
+from instep.receiver.regions import Tensors, fits, narrowed
 
 Summary = int | None
 """The sum of what one route brings, or of what its target holds. None for another layout."""
@@ -127,9 +127,5 @@ def _is_all(meta: TensorMeta, region: Region) -> bool:
 
 def _runs(meta: TensorMeta, region: Region, slot: int, places: Places) -> Iterator[Run]:
     found = rows_of(region, region)
-    if found is None:
-        return
-    count, row, stride, _ = found
-    rows = Rows(count, row, region.offset, stride, 0, stride).in_words(ITEM_BYTES[meta.dtype], 0)
-    if rows is not None:
-        yield from (run_of(theirs, meta, slot) for part in places(meta) for _, theirs in common(rows, part))
+    if found and (wanted := found.in_words(ITEM_BYTES[meta.dtype], 0)):
+        yield from (run_of(rows, meta, slot) for part in places(meta) for rows in common(part, wanted))

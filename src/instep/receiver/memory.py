@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from instep.digest_cuda import Run, Table
+from instep.plan.rows import contiguous
 
 Extent = tuple[torch.device, int, int]
 """A device, the address of the first byte, and the address after the last byte."""
@@ -102,7 +103,7 @@ def _on_gpu(found: list[torch.Tensor], device: torch.device) -> list[int]:
         first = min(-start % 8, size)
         words = (size - first) // 8
         if words:
-            runs.append(Run(start + first, 0, 1, words, words, words, 0, words, 0, slot, "uint8"))
+            runs.append(Run(contiguous(words, (start + first) // 8), slot, 0, "uint8"))
         rest += [(slot, part) for part in (flat[:first], flat[first + 8 * words :]) if len(part)]
     table = Table(runs, len(found), device, copy=False)
     table.launch()

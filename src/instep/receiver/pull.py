@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from instep.digest_cuda import Run, Table
-from instep.plan.region import rows_of, simplify
+from instep.digest_cuda import Run, Table, run_of
+from instep.plan.region import simplify
 from instep.plan.routes import apart, reads
-from instep.plan.rows import Rows, common, run_of
+from instep.plan.rows import Rows, common, rows_of
 from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta, dtype_name
 from instep.receiver.copies import Copies
 from instep.receiver.regions import copy_regions
@@ -57,9 +57,9 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, whole
     regions = reads(copies.every, metas)
     for name, routes in of_tensor.items():
         meta = metas[name]
-        rows = [rows_to(route, meta, copies.live[route.param]) for route, _, _ in routes]
-        whole_words = [some for some in rows if some is not None]
-        if name in wholes or len(whole_words) < len(rows) or not apart({region for _, _, region in routes}, meta.shape):
+        found = [rows_to(route, meta, copies.live[route.param]) for route, _, _ in routes]
+        whole_words = [some for some in found if some is not None]
+        if name in wholes or len(whole_words) < len(found) or not apart({region for _, _, region in routes}, meta.shape):
             made.odd[name] = [route for route, _, _ in routes]
             made.asked += [asked for _, asked, _ in routes]
             continue
@@ -69,7 +69,7 @@ def moves(copies: Copies, metas: Mapping[str, TensorMeta], places: Places, whole
             number = regions[name].index(region)
             counted = made.slot()
             slots.setdefault(number, counted)
-            made.runs += [run_of(theirs, meta, counted, into=mine) for part in parts for mine, theirs in common(into, part)]
+            made.runs += [run_of(rows, meta, counted) for part in parts for rows in common(part, into)]
     return made
 
 
@@ -101,10 +101,5 @@ def rows_to(route: Route, meta: TensorMeta, live: torch.Tensor) -> Rows | None:
     """Returns what a route writes, in words. None where the route cuts a word or widens the dtype.
     live: the parameter."""
     assert route.source is not None
-    found = rows_of(route.source, route.target)
-    if found is None or dtype_name(live.dtype) != meta.dtype:
-        return None
-    count, row, source_stride, target_stride = found
-    return Rows(count, row, route.source.offset, source_stride, route.target.offset, target_stride).in_words(
-        ITEM_BYTES[meta.dtype], live.data_ptr()
-    )
+    rows = rows_of(route.source, route.target) if dtype_name(live.dtype) == meta.dtype else None
+    return rows.in_words(ITEM_BYTES[meta.dtype], live.data_ptr()) if rows else None

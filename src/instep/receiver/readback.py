@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from instep.digest import as_bytes, partial, seed_of, unordered
+from instep.plan.region import view
 from instep.protocol import ParamMeta, Route, TensorMeta, WorkerPlan
 from instep.readback import DigestRequest, Held, Part
 from instep.receiver import Host
 from instep.receiver.apply import OTHERWISE, Applier
 from instep.receiver.copies import live_tensors
-from instep.receiver.regions import view
 from instep.receiver.trace import trace
 
 COMPUTED = "the engine's loader computes with it"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 
 from instep.plan.dtypes import widens
-from instep.plan.region import strided
+from instep.plan.region import strided, view
 from instep.protocol import Region, Route, WorkerPlan, dtype_name
 
 Tensors = Mapping[str, torch.Tensor]
@@ -24,12 +24,6 @@ def offered(plan: WorkerPlan, names: Collection[str | None], tensors: Tensors) -
         if name in names:
             tensor = tensors[name].cpu() if name in plan.computed else tensors[name]
             yield name, tensor.clone() if name in plan.overwritten else tensor
-
-
-def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Returns `region` of a contiguous tensor, or of the memory of another one (`place`), without a
-    copy."""
-    return tensor.as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
 
 
 def place(param: torch.Tensor, source: Region, target: Region) -> tuple[Region, Region] | None:

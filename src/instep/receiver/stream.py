@@ -7,13 +7,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 
 import torch
 
-from instep.digest_cuda import Run, Table, added, in_one
-from instep.plan.buckets import Piece, cut, pieces
+from instep.digest_cuda import Run, Table, added, run_of
+from instep.plan.buckets import pieces
 from instep.plan.rows import Rows, contiguous
 from instep.protocol import Manifest, TensorMeta
 from instep.receiver import cuda_compare
@@ -22,23 +21,14 @@ from instep.receiver.copies import Copies
 from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, moves
 from instep.receiver.regions import copy_regions
-from instep.receiver.streamed import StreamedStateDict
+from instep.receiver.streamed import Passed, StreamedStateDict
 from instep.transport import Passing
 
 
 def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:
     """Yields the parts of a run that lie in bytes `low` to `high` of the version, which are at
-    address `base`. A run's source is a byte offset in the version."""
-    for row, column, rows, words in cut(run.source // 8, run.rows, run.row_words, run.source_stride, low // 8, high // 8):
-        at, to = row * run.source_stride + column, row * run.target_stride + column
-        yield replace(
-            run,
-            source=base + run.source + 8 * at - low,
-            target=run.target + 8 * to,
-            rows=rows,
-            row_words=words,
-            position=run.position + at,
-        )
+    address `base`. Places of the run are counted from the version's first word."""
+    return (run._replace(rows=rows.moved((base - low) // 8)) for rows in run.rows.stored(low // 8, high // 8))
 
 
 def by_bucket(runs: Iterable[Run], size: int) -> Mapping[int, list[Run]]:
@@ -46,8 +36,7 @@ def by_bucket(runs: Iterable[Run], size: int) -> Mapping[int, list[Run]]:
     is cut for few buckets."""
     found: dict[int, list[Run]] = defaultdict(list)
     for run in runs:
-        end = run.source + 8 * ((run.rows - 1) * run.source_stride + run.row_words)
-        for index in range(run.source // size, -(-end // size)):
+        for index in range(8 * run.rows.place // size, -(-8 * run.rows.end // size)):
             found[index].append(run)
     return found
 
@@ -76,9 +65,7 @@ class Scatter:
 
         self.moves = moves(copies, self.metas, places, wholes)
         self.aside = {self.metas[name].alias_of or name for name in copies.others} | self.moves.odd.keys()
-        self.pieces = [
-            [piece for piece in pieces_here if piece.meta.name in self.aside] for pieces_here in pieces(manifest.tensors, self.bucket)
-        ]
+        self.pieces = [[(meta, rows) for meta, rows in here if meta.name in self.aside] for here in pieces(manifest.tensors, self.bucket)]
         self.slots = {name: slot for slot, name in enumerate(sorted(self.aside), self.moves.slots)}
         asked = [*(watched.asked if watched else ()), *self.moves.asked]
         self.reads = cuda_compare.Reads(asked, copies.every, self.metas, places)
@@ -88,9 +75,9 @@ class Scatter:
     def _tables(self, index: int, bucket: torch.Tensor, moves: Sequence[Run], reads: Sequence[Run]) -> list[Table]:
         low, base, first = index * self.bucket, bucket.data_ptr(), self.moves.slots + len(self.slots)
         moved = [part for run in moves for part in cut_run(run, low, low + len(bucket), base)]
-        read = [in_one(base + p.at, p.meta, self.slots[p.meta.name], start=p.start, stop=p.stop) for p in self.pieces[index]]
+        read = [run_of(rows.moved(base).in_padded_words(), meta, self.slots[meta.name]) for meta, rows in self.pieces[index]]
         for run in reads:
-            read += [replace(part, slot=first + run.slot) for part in cut_run(run, low, low + len(bucket), base)]
+            read += [part._replace(slot=first + run.slot) for part in cut_run(run, low, low + len(bucket), base)]
         slots = first + len(self.reads.regions)
         return [Table(some, slots, bucket.device, copy=copy) for some, copy in ((moved, True), (read, False)) if some]
 
@@ -141,13 +128,13 @@ class Streamed:
             self._take_all()
         return self.aside
 
-    def _passing(self, *, ahead: bool) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
+    def _passing(self, *, ahead: bool) -> Iterator[Passed]:
         """Yields what each bucket has of tensors that are put aside. Nothing else may be under way
         while a loader looks at it: copying or freeing memory would wait for ever for a peer that
         died."""
         for index, bucket in self.reader.each(ahead=ahead):
             self.scatter.launch(index)
-            found = [(piece, bucket[piece.at : piece.at + piece.stop - piece.start]) for piece in self.scatter.pieces[index]]
+            found = [(meta, rows, bucket[rows.place : rows.end]) for meta, rows in self.scatter.pieces[index]]
             if found or not ahead:
                 self.reader.settle()
             yield found

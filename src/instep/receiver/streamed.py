@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Set
 
 import torch
 
-from instep.plan.buckets import Piece
+from instep.plan.rows import Rows
 from instep.protocol import TensorMeta
 
-Passing = Iterator[list[tuple[Piece, torch.Tensor]]]
-"""Yields the parts of tensors in each bucket, with their bytes, which are valid until the next."""
+Passed = list[tuple[TensorMeta, Rows, torch.Tensor]]
+"""What a bucket has of tensors (`plan.buckets.pieces`), with the bytes, which are valid until the next bucket."""
 
 
 class StreamedStateDict(Mapping[str, torch.Tensor]):
@@ -26,7 +26,9 @@ class StreamedStateDict(Mapping[str, torch.Tensor]):
     kept: tensors that may be asked for again. Each other one is let go when it is handed over.
     """
 
-    def __init__(self, metas: Mapping[str, TensorMeta], names: Set[str], kept: Set[str], passing: Passing, device: torch.device) -> None:
+    def __init__(
+        self, metas: Mapping[str, TensorMeta], names: Set[str], kept: Set[str], passing: Iterator[Passed], device: torch.device
+    ) -> None:
         self.metas, self.names, self.kept = metas, names, kept
         self.passing, self.ended = passing, False
         self.device = device if names - kept else torch.device("cpu")
@@ -58,11 +60,11 @@ class StreamedStateDict(Mapping[str, torch.Tensor]):
     def take(self) -> bool:
         """Receives the next bucket. Returns False if there is none."""
         parts = next(self.passing, None)
-        wanted = [(piece, data) for piece, data in parts or () if piece.meta.name in self.names]
-        self._make_room([piece.meta for piece, _ in wanted if piece.start == 0])
-        for piece, data in wanted:
-            self.rooms[piece.meta.name][piece.start : piece.stop].copy_(data)
-            self.left[piece.meta.name] -= piece.stop - piece.start
+        wanted = [(meta, rows, data) for meta, rows, data in parts or () if meta.name in self.names]
+        self._make_room([meta for meta, rows, _ in wanted if rows.at == 0])
+        for meta, rows, data in wanted:
+            self.rooms[meta.name][rows.at : rows.at + rows.length].copy_(data)
+            self.left[meta.name] -= rows.length
         return parts is not None
 
     def _make_room(self, metas: list[TensorMeta]) -> None:

@@ -9,14 +9,17 @@ import numpy as np
 import torch
 
 from instep.digest import BLOCK_BYTES, MASK, all_flags, all_sums, from_flags, from_sums, seed_of
-from instep.digest_cuda import Table, as_words, in_one
+from instep.digest_cuda import Table, as_words, in_one, run_of
 from instep.errors import SourceError
-from instep.plan.buckets import Piece, buckets, layout, padded, pieces
+from instep.plan.buckets import buckets, layout, padded, pieces
+from instep.plan.rows import Rows, contiguous
 from instep.protocol import TensorMeta
 from instep.transport import Placed
 from instep.transport.parts import whole
 
 Values = Iterable[tuple[str, torch.Tensor]]
+Contents = tuple[TensorMeta, Rows]
+"""Bytes of a tensor, and where in a bucket they lie (`plan.buckets.pieces`)."""
 Result = tuple[dict[str, int], tuple[str, ...]]
 HELD = 512 << 20  # bytes of values that may have been made, kept until they have been summed up
 
@@ -102,21 +105,21 @@ class DeviceTally:
         for index, here in enumerate(self.pieces):
             bucket = room(index, self.sizes[index])
             lay = self.places if values.stays else {}
-            lie = [piece for piece in here if piece.meta.name in lay]
-            for piece in here:
-                if piece.start == 0:
-                    held[piece.meta.name] = self._taken(*next(given), stays=values.stays)
-                if piece.meta.name not in lay:
-                    _put(bucket, piece, held[piece.meta.name])
-            if any(self.found.get(piece.meta.name) != self.places[piece.meta.name] for piece in lie):
-                for piece in lie:
-                    _put(bucket, piece, held[piece.meta.name])
+            lie = [(meta, rows) for meta, rows in here if meta.name in lay]
+            for meta, rows in here:
+                if rows.at == 0:
+                    held[meta.name] = self._taken(*next(given), stays=values.stays)
+                if meta.name not in lay:
+                    _put(bucket, (meta, rows), held[meta.name])
+            if any(self.found.get(meta.name) != self.places[meta.name] for meta, _ in lie):
+                for meta, rows in lie:
+                    _put(bucket, (meta, rows), held[meta.name])
             elif lie:
                 self.used[index] = self.moved[index]
                 for table in self.moved[index]:
                     table.launch()
             yield bucket
-            held = {piece.meta.name: held[piece.meta.name] for piece in here if piece.stop < piece.meta.nbytes}
+            held = {meta.name: held[meta.name] for meta, rows in here if rows.at + rows.length < meta.nbytes}
         next(given, None)  # raises if the source gives more than it describes
         self.packed = values.place if len(self.found) == len(self.own) else None
 
@@ -156,20 +159,21 @@ class DeviceTally:
         self.place = self.packed
         return found
 
-    def _both(self, index: int, here: Sequence[Piece]) -> list[Table]:
-        lie = [piece for piece in here if piece.meta.name in self.places]
-        rest = [piece for piece in here if piece.meta.name not in self.places]
+    def _both(self, index: int, here: Sequence[Contents]) -> list[Table]:
+        lie = [one for one in here if one[0].name in self.places]
+        rest = [one for one in here if one[0].name not in self.places]
         return [self._table(index, some, places) for some, places in ((lie, self.places), (rest, {})) if some]
 
-    def _table(self, index: int, here: Sequence[Piece], places: Mapping[str, int]) -> Table:
+    def _table(self, index: int, here: Sequence[Contents], places: Mapping[str, int]) -> Table:
         """Makes the table that sums up pieces of a bucket. The pieces are read in the bucket or,
         where `places` are given, while they are copied from there."""
         room = self.rooms[index % len(self.rooms)]
         runs = []
-        for piece in here:
-            there, slot = room.data_ptr() + piece.at, self.slots[piece.meta.name]
-            at, to = (places[piece.meta.name] + piece.start, there) if places else (there, 0)
-            runs.append(in_one(at, piece.meta, slot, start=piece.start, stop=piece.stop, target=to))
+        for meta, rows in here:
+            there = rows.moved(room.data_ptr())
+            if places:
+                there = contiguous(rows.length, places[meta.name] + rows.at, rows.at, there.place)
+            runs.append(run_of(there.in_padded_words(), meta, self.slots[meta.name]))
         return Table(runs, len(self.slots), room.device, copy=bool(places))
 
 
@@ -286,10 +290,9 @@ def in_bytes(meta: TensorMeta, value: torch.Tensor) -> torch.Tensor:
     return value.to(getattr(torch, meta.dtype)).contiguous().reshape(-1).view(torch.uint8)
 
 
-def _put(bucket: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:
-    """Copies a piece into a bucket, then zeros up to the next whole word, because the digest counts
-    whole words."""
-    end = piece.at + piece.stop - piece.start
-    bucket[piece.at : end].copy_(data[piece.start : piece.stop])
-    if end % 8:
-        bucket[end : end + 8 - end % 8].zero_()
+def _put(bucket: torch.Tensor, contents: Contents, data: torch.Tensor) -> None:
+    """Copies bytes of a tensor into a bucket, then zeros up to the next whole word, because the
+    digest counts whole words."""
+    _, rows = contents
+    bucket[rows.place : rows.end].copy_(data[rows.at : rows.at + rows.length])
+    bucket[rows.end : rows.end + -rows.end % 8].zero_()

@@ -7,35 +7,34 @@ from typing import NamedTuple
 
 import torch
 
-from instep.plan.shards import Piece
+from instep.plan.rows import Rows, contiguous
 from instep.protocol import ITEM_BYTES, TensorMeta, dtype_name
 
 
 class Part(NamedTuple):
-    """A piece of a tensor, and the memory of this process, flat, whose elements `piece.source` counts."""
+    """Rows of a tensor, in elements, and the memory of this process, flat, that has them."""
 
     meta: TensorMeta
     memory: torch.Tensor
-    piece: Piece
+    rows: Rows
 
     @property
     def address(self) -> int:
         """The address of the part's first element."""
-        return self.memory.data_ptr() + ITEM_BYTES[self.meta.dtype] * self.piece.source
+        return self.memory.data_ptr() + ITEM_BYTES[self.meta.dtype] * self.rows.place
 
     def readable(self, device: torch.device) -> bool:
         """Tells whether others can read the part where it lies: on this GPU, in the dtype to send,
         in whole words of 8 bytes."""
-        memory, piece, size = self.memory, self.piece, ITEM_BYTES[self.meta.dtype]
-        if memory.device != device or dtype_name(memory.dtype) != self.meta.dtype or self.address % 8:
+        if self.memory.device != device or dtype_name(self.memory.dtype) != self.meta.dtype:
             return False
-        return not any(size * number % 8 for number in (piece.row, piece.target, piece.target_stride, piece.source_stride))
+        return self.rows.in_words(ITEM_BYTES[self.meta.dtype], self.memory.data_ptr()) is not None
 
 
 def whole(meta: TensorMeta, memory: torch.Tensor) -> Part:
     """Returns a part that is all of a tensor, at the beginning of `memory`. Readers may read past
     its end up to a whole word, so zeros must follow there."""
-    return Part(meta, memory, Piece(meta.name, meta.name, 1, meta.numel, 0, meta.numel, 0, meta.numel))
+    return Part(meta, memory, contiguous(meta.numel, 0))
 
 
 def place_of(tensor: torch.Tensor) -> Hashable:

@@ -52,13 +52,12 @@ def checkpoint(seed: int) -> Checkpoint:
 
 def engine(*experts: Iterable[int]) -> MemoryEngine:
     """A worker for each."""
-    made: Any = MemoryEngine({"w": torch.zeros(1)}, tp=len(experts))
-    made.hosts = [Worker(rank, len(experts), of) for rank, of in enumerate(experts)]
+    made = MemoryEngine({"w": torch.zeros(1)}, tp=len(experts))
+    made.hosts = [Worker(rank, len(experts), of) for rank, of in enumerate(experts)]  # type: ignore[assignment]
     for host in made.hosts:
         vars(host).update(fail_at=None, failed=False)
     made.receivers = [Receiver(host) for host in made.hosts]
-    engine: MemoryEngine = made
-    return engine
+    return made
 
 
 @pytest.mark.usefixtures("segments")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from instep.digest import digest
 from instep.errors import SourceError
-from instep.plan.buckets import ALIGN, buckets, cut, layout, pieces
+from instep.plan.buckets import ALIGN, buckets, layout, pieces
 from instep.protocol import ITEM_BYTES, TensorMeta
 from instep.transport.bucket_digests import HostTally, pack
 
@@ -48,9 +48,9 @@ def test_pieces_find_every_tensor_again(sizes: list[int], blocks: int) -> None:
     contents = list(pieces(metas, blocks * ALIGN))
     assert len(contents) == len(packed)
     for bucket, here in zip(packed, contents, strict=True):
-        for piece in here:
-            assert piece.start % 8 == piece.at % 8 == 0
-            found[piece.meta.name][piece.start : piece.stop] = bucket[piece.at : piece.at + piece.stop - piece.start]
+        for meta, rows in here:
+            assert rows.at % 8 == rows.place % 8 == 0
+            found[meta.name][rows.at : rows.at + rows.length] = bucket[rows.place : rows.end]
     assert all(torch.equal(found[name], value.view(torch.uint8)) for name, value in values)
 
 
@@ -93,25 +93,3 @@ def test_a_source_that_breaks_its_word(given: list[tuple[str, torch.Tensor]], te
     with pytest.raises(SourceError) as caught:
         run_of([A, B], given, ALIGN)
     assert caught.value.tensor == tensor
-
-
-@given(
-    first=st.integers(0, 40),
-    rows=st.integers(0, 6),
-    row=st.integers(0, 9),
-    gap=st.integers(0, 7),
-    limit=st.integers(1, 23),
-    size=st.just(150),
-)
-def test_a_strided_run_is_cut_into_pieces_that_make_it_up(first: int, rows: int, row: int, gap: int, limit: int, size: int) -> None:
-    stride = row + gap or 1
-    expected = [(r, c) for r in range(rows) for c in range(row)]
-    found = []
-    for low in range(0, size, limit):
-        for r, c, count, words in cut(first, rows, row, stride, low, low + limit):
-            assert count > 0
-            assert words > 0
-            here = [(r + i, c + j) for i in range(count) for j in range(words)]
-            assert all(low <= first + i * stride + j < low + limit for i, j in here)
-            found += here
-    assert sorted(found) == expected

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from instep.errors import SourceError
 from instep.plan.region import indices
-from instep.plan.shards import Extent, Piece, everything, of_intervals, of_range, ordered_box, pieces, share_out, within
+from instep.plan.shards import Extent, Piece, everything, of_intervals, of_range, ordered_box, pieces, share_out
 from instep.protocol import Region, TensorMeta
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
@@ -23,7 +23,7 @@ def moved(found: list[Piece], memory: np.ndarray, size: int) -> np.ndarray:
     """The tensor that the pieces make of a rank's memory; -1 where they write nothing. No element is written twice."""
     made = np.full(size, -1)
     for piece in found:
-        to, at = indices(piece.written), indices(piece.read)
+        to, at = indices(piece.rows.written), indices(piece.rows.read)
         assert (made[to] == -1).all()
         assert len(np.unique(to)) == len(to)
         made[to] = memory[at]
@@ -73,7 +73,7 @@ def test_a_grid_of_ranks_gives_every_element_of_a_view_once(data: st.DataObject,
         made = np.where(part >= 0, part, made)
     assert (made == wanted).all()
     shared = share_out([TensorMeta("t", "int64", tuple(high - low for low, high in view))], held)
-    assert sum(piece.numel for rank in shared for piece in rank) == len(wanted)
+    assert sum(piece.rows.numel for rank in shared for piece in rank) == len(wanted)
 
 
 @given(st.data(), SHAPES.filter(len))
@@ -84,9 +84,9 @@ def test_buckets_cut_pieces_at_their_edges(data: st.DataObject, shape: tuple[int
     edges = [(low, high) for low, high in splits(data, size, data.draw(st.integers(1, 5))) if low < high]
     for low, high in edges:
         for piece in found:
-            for part in within(piece, low, high):
+            for part in piece.rows.within(low, high):
                 assert low <= indices(part.written).min() <= indices(part.written).max() < high
-    parts = [part for low, high in edges for piece in found for part in within(piece, low, high)]
+    parts = [Piece("t", "t", part) for low, high in edges for piece in found for part in piece.rows.within(low, high)]
     memory = np.arange(100, 100 + size)
     assert (moved(parts, memory, size) == moved(found, memory, size)).all()
 

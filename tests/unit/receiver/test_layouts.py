@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from instep import TransformersEngine, WeightSync
-from instep.plan.region import contiguous_stride, strided, whole
+from instep.plan.region import contiguous_stride, strided, view, whole
 from instep.protocol import Region
-from instep.receiver.regions import load_region, view
+from instep.receiver.regions import load_region
 from unit.transport.test_ipc import ToyEngine
 
 
@@ -123,8 +123,7 @@ def fill(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_convolution_with_channels_last_is_copied_directly(transport: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    served: Any = Convolution().to(dtype)
-    served = served.to(memory_format=torch.channels_last)
+    served = Convolution().to(memory_format=torch.channels_last, dtype=dtype)
     trainer = Convolution().to(dtype)
     host = ToyHost(served, fill)
     with WeightSync(trainer, [ToyEngine(host)], transport=transport, timeout=20) as sync:

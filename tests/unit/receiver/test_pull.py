@@ -45,13 +45,13 @@ def summed(made: Moves, name: str) -> list[tuple[int, int, int]]:
     """Of each run that counts for a tensor the number of its region, first byte and words."""
     numbers = {slot: number for number, slot in made.parts.get(name, {}).items()}
     runs = [run for run in made.runs if run.slot in numbers]
-    return [(numbers[run.slot], run.source - FIRST, run.rows * run.row_words) for run in runs]
+    return [(numbers[run.slot], 8 * run.rows.place - FIRST, run.rows.numel) for run in runs]
 
 
 def test_routes_of_whole_words_are_one_launch() -> None:
     made = decided(rows(0, 4), rows(4, 6), V)
     assert summed(made, "w") == [(0, 0, 6), (1, 48, 3)]
-    assert [run.position for run in made.runs] == [0, 6, 0]
+    assert [run.rows.at for run in made.runs] == [0, 6, 0]
     assert made.parts.keys() == {"w", "v"}
     assert not made.odd
 

@@ -37,11 +37,11 @@ def fill_one(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     model.get_parameter(name).copy_(tensor)
 
 
-def pack(layer: Any) -> None:
+def pack(layer: nn.Module) -> None:
     layer.packed = layer.weight.t().contiguous()
 
 
-def pack_all(model: Any) -> None:
+def pack_all(model: nn.Module) -> None:
     pack(model.a)
     pack(model.b)
 
@@ -158,7 +158,7 @@ def nothing(layer: nn.Module) -> None:
     pass
 
 
-def wrong(layer: Any) -> None:
+def wrong(layer: nn.Module) -> None:
     layer.packed = layer.weight.t().contiguous() + 1
 
 

@@ -166,10 +166,9 @@ def test_the_first_version_goes_to_the_loader_as_it_comes(monkeypatch: pytest.Mo
             for name, tensor in tensors:
                 if not tensor.is_meta:
                     (receiver,) = (receiver for receiver in engine.receivers if receiver.host is self)
-                    assert receiver.prepared
-                    reader: Any = receiver.prepared.reader
-                    assert not reader.buckets.under_way
-                    arrived[self.rank].append(reader.buckets.arrived)
+                    reader = receiver.prepared.reader  # type: ignore[union-attr]
+                    assert not reader.buckets.under_way  # type: ignore[attr-defined]
+                    arrived[self.rank].append(reader.buckets.arrived)  # type: ignore[attr-defined]
                 yield name, tensor
 
         load(self, each())
@@ -264,9 +263,9 @@ def test_what_lies_where_it_lay_is_moved_by_one_launch_for_each_bucket(monkeypat
     put: list[str] = []
     copies = bucket_digests._put
 
-    def counts(bucket: torch.Tensor, piece: Any, data: torch.Tensor) -> None:
-        put.append(piece.meta.name)
-        copies(bucket, piece, data)
+    def counts(bucket: torch.Tensor, contents: bucket_digests.Contents, data: torch.Tensor) -> None:
+        put.append(contents[0].name)
+        copies(bucket, contents, data)
 
     monkeypatch.setattr(bucket_digests, "_put", counts)
     weights = checkpoint(1)

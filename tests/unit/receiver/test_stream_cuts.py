@@ -6,17 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.digest_cuda import Run
+from instep.plan.rows import Rows, contiguous
 from instep.receiver.stream import by_bucket, cut_run
 
 BUCKET = 64
 BUCKETS = 40
 
 
+def of(rows: Rows, slot: int = 0) -> Run:
+    return Run(rows, slot, 1, "bfloat16")
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
-    rows, row = draw(st.integers(0, 6)), draw(st.integers(0, 12))
-    stride, source = draw(st.integers(row, 40)), 8 * draw(st.integers(0, 60))
-    return Run(source, 1 << 20, rows, row, stride, draw(st.integers(row, 40)), 0, stride, 1, draw(st.integers(0, 5)), "bfloat16")
+    count, length = draw(st.integers(0, 6)), draw(st.integers(0, 12))
+    stride, place = draw(st.integers(length, 40)), draw(st.integers(0, 60))
+    return of(Rows(count, length, 0, stride, place, stride, 1 << 17, draw(st.integers(length, 40))), draw(st.integers(0, 5)))
 
 
 @given(some=st.lists(runs(), max_size=6))
@@ -29,6 +34,5 @@ def test_each_bucket_gets_what_it_gets_of_all_runs(some: list[Run]) -> None:
 
 
 def test_a_run_is_looked_at_only_for_buckets_that_it_reaches_into() -> None:
-    one = Run(BUCKET, 0, 1, BUCKET // 8, 1, 1, 0, 1, 1, 0, "bfloat16")
-    two = Run(3 * BUCKET + 8, 0, 1, BUCKET // 8, 1, 1, 0, 1, 1, 0, "bfloat16")
+    one, two = of(contiguous(BUCKET // 8, BUCKET // 8)), of(contiguous(BUCKET // 8, 3 * BUCKET // 8 + 1))
     assert by_bucket([one, two], BUCKET) == {1: [one], 3: [two], 4: [two]}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from helpers.toys import Checkpoint, described
 
-from instep.plan.buckets import ALIGN, Piece, layout, pieces
+from instep.plan.buckets import ALIGN, layout, pieces
 from instep.protocol import TensorMeta
 from instep.receiver import streamed
-from instep.receiver.streamed import StreamedStateDict
+from instep.receiver.streamed import Passed, StreamedStateDict
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def tensors() -> Checkpoint:
     return {name: torch.randn(size) for name, size in sizes.items()}
 
 
-def passing(weights: Checkpoint, metas: list[TensorMeta], took: list[int]) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
+def passing(weights: Checkpoint, metas: list[TensorMeta], took: list[int]) -> Iterator[Passed]:
     """Buckets as they come, in one memory that each overwrites."""
     offsets, size = layout(metas)
     version = torch.zeros(size, dtype=torch.uint8)
@@ -32,7 +32,7 @@ def passing(weights: Checkpoint, metas: list[TensorMeta], took: list[int]) -> It
         took.append(index)
         part = version[2 * ALIGN * index :][: 2 * ALIGN]
         room[: len(part)] = part
-        yield [(piece, room[piece.at : piece.at + piece.stop - piece.start]) for piece in found]
+        yield [(meta, rows, room[rows.place : rows.end]) for meta, rows in found]
 
 
 def start(kept: set[str]) -> tuple[Checkpoint, StreamedStateDict, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from instep.errors import ConfigError, PlanError
-from instep.plan.region import covered
+from instep.plan.region import covered, view
 from instep.plan.routes import prove
 from instep.protocol import Region, Route, TensorMeta, WorkerPlan
-from instep.receiver.regions import view
 from instep.receiver.trace import trace
 
 Loader = Callable[[nn.Parameter, torch.Tensor], object]
@@ -208,7 +206,7 @@ def test_a_shape_that_does_not_fit_names_tensor_and_shape() -> None:
 
 
 def test_a_loader_that_leaves_a_tensor_out_is_found_out() -> None:
-    def only_first(model: Any, name: str, tensor: torch.Tensor) -> None:
+    def only_first(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         if name == "w":
             model.layer.weight.copy_(tensor)
 

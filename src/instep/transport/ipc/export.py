@@ -9,9 +9,9 @@ import msgspec
 import torch
 from msgspec import structs
 
-from instep.digest_cuda import Table
+from instep.digest_cuda import Table, run_of
 from instep.errors import TransportError
-from instep.plan.rows import rows_of_place, run_of
+from instep.plan.rows import of_place
 from instep.protocol import Location, Place, TensorMeta, encode
 from instep.transport.ipc import driver
 from instep.transport.parts import Part
@@ -54,10 +54,10 @@ class Exposed:
         places: dict[str, list[Place]] = {}
         runs = []
         for part in parts:
-            base, piece = bases[part.memory.data_ptr()], part.piece
-            place = Place(piece.written, order[base], part.address - base, piece.source_stride)
+            base = bases[part.memory.data_ptr()]
+            place = Place(part.rows.written, order[base], part.address - base, part.rows.place_stride)
             places.setdefault(part.meta.name, []).append(place)
-            runs.append(run_of(rows_of_place(place, part.meta, base), part.meta, len(places) - 1))
+            runs.append(run_of(of_place(place, part.meta, base), part.meta, len(places) - 1))
         self.offer = Offer(list(self.handles.values()), places)
         base = bases[self.board.data_ptr()]
         self.board_at = order[base], self.board.data_ptr() - base

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from instep.digest import MASK
-from instep.digest_cuda import Table, warm_up
+from instep.digest_cuda import Table, run_of, warm_up
 from instep.errors import TransportError
-from instep.plan.rows import Rows, rows_of_place, run_of
+from instep.plan.rows import Rows, common, contiguous, of_place
 from instep.protocol import Manifest, TensorMeta
 from instep.transport import Remote, WorkerContext
 from instep.transport.ipc import driver
@@ -54,17 +54,16 @@ class IpcReader(Remote):
 
     def places(self, meta: TensorMeta) -> list[Rows]:
         """Returns where the parts of a tensor are mapped in this process, in words of 8 bytes."""
-        return [rows_of_place(place, meta, self.bases[place.handle]) for place in self.location.places[meta.alias_of or meta.name]]
+        return [of_place(place, meta, self.bases[place.handle]) for place in self.location.places[meta.alias_of or meta.name]]
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         """Starts a copy of a tensor to the engine's own GPU, which is summed up on the way, and
         returns it. Layers that are not copied directly read it."""
         own = self.metas[meta.alias_of or meta.name]
         room = torch.empty(-(-meta.nbytes // 8), dtype=torch.int64, device=self.device)
-        first = room.data_ptr() // 8
-        into = [(part, Rows(part.count, part.length, part.at, part.stride, first + part.at, part.stride)) for part in self.places(own)]
+        there = contiguous(len(room), room.data_ptr() // 8)
         self.pulled[own.name] = torch.zeros(2, dtype=torch.int64, device=self.device)
-        runs = [run_of(part, own, 0, into=there) for part, there in into]
+        runs = [run_of(rows, own, 0) for part in self.places(own) for rows in common(part, there)]
         Table(runs, 1, self.device, copy=True, sums=self.pulled[own.name]).launch()
         return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
 
