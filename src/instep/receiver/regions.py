@@ -77,7 +77,7 @@ def fits(param: torch.Tensor, route: Route, dtype: str) -> bool:
     """Whether a live parameter is large enough for what a route brings, in checkpoint layout, and
     its dtype stores every value of `dtype`."""
     room = 1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
-    return param.numel() > 0 and _end(route.target) <= room and widens(dtype, dtype_name(param.dtype))
+    return param.numel() > 0 and extends_to(route.target) <= room and widens(dtype, dtype_name(param.dtype))
 
 
 def narrowed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -89,7 +89,8 @@ def narrowed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     return brought if torch.equal(bits(brought.to(part.dtype)), bits(part)) else None
 
 
-def _end(region: Region) -> int:
+def extends_to(region: Region) -> int:
+    """Returns one more than the last element of a region that is not empty."""
     return region.offset + 1 + sum((size - 1) * step for size, step in zip(region.shape, region.stride, strict=True))
 
 

@@ -187,7 +187,13 @@ class Reader(ABC):
 
 
 class Visible(Reader):
-    """Bytes in the worker's own address space. They can be looked through before the commit, without moving them."""
+    """Bytes in the worker's own address space. They can be looked through before the commit, without moving them.
+
+    flat, offsets: the version as one run of bytes, and where each tensor that is no alias begins in it. None where the tensors lie apart.
+    """
+
+    flat: torch.Tensor | None = None
+    offsets: Mapping[str, int]
 
     @abstractmethod
     def tensor(self, meta: TensorMeta) -> torch.Tensor:

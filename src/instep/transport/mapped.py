@@ -23,7 +23,8 @@ class Mapped(Visible):
 
     def __init__(self, manifest: Manifest, file: int) -> None:
         location = manifest.location
-        self.offsets, self.size = location.offsets, location.nbytes
+        self.offsets: dict[str, int] = location.offsets
+        self.size = location.nbytes
         for meta in manifest.tensors:
             at = self.offsets.get(meta.alias_of or meta.name, -1)
             if at < 0 or at % ALIGN or at + padded(meta.nbytes) > self.size:
@@ -33,7 +34,7 @@ class Mapped(Visible):
         self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            self.flat = torch.from_numpy(self.bytes)
+            self.flat: torch.Tensor = torch.from_numpy(self.bytes)
 
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
         return digests(self.bytes[: self.size], tensors, self.offsets)
