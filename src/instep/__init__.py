@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from instep.engine.transformers import TransformersEngine as TransformersEngine
     from instep.receipt import Receipt as Receipt
     from instep.source.adapter import Adapter as Adapter
+    from instep.source.pairs import PairSource as PairSource
     from instep.sync import WeightSync as WeightSync
 
     __version__: str
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adapter": "instep.source.adapter",
     "MemoryEngine": "instep.engine.memory",
+    "PairSource": "instep.source.pairs",
     "Receipt": "instep.receipt",
     "TransformersEngine": "instep.engine.transformers",
     "WeightSync": "instep.sync",
@@ -30,7 +32,7 @@ _HOMES = {
 
 follow()
 
-__all__ = ["Adapter", "MemoryEngine", "Receipt", "TransformersEngine", "WeightSync"]
+__all__ = ["Adapter", "MemoryEngine", "PairSource", "Receipt", "TransformersEngine", "WeightSync"]
 
 
 def __getattr__(name: str) -> Any:

@@ -93,10 +93,10 @@ class Push(Account):
         return found
 
     def trust(self, found: Look) -> Attempt | None:
-        """Makes an attempt without asking, if each engine should be as the last push has left
-        it. One in another state refuses to prepare. Returns None if one has to be asked."""
+        """Makes an attempt without asking, if each engine should be as the last push left it. If
+        one refuses to prepare, values are read again. Returns None if one has to be asked."""
         session, members = self.session, self.session.fleet.members
-        if session.config.require == "any" or not all(member.known(session.signature) for member in members):
+        if session.config.require == "any" or session.source.once or not all(member.known(session.signature) for member in members):
             return None
         for member in members:
             member.trust()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from instep.session import Sent, Session
 from instep.shielded import to_the_end
 from instep.source.adapter import adapter_of
 from instep.source.guarded import Guarded
+from instep.source.pairs import Pair, drained
 from instep.steps import Attempt, Done, Push, Ready
 from instep.telemetry import Event, Sink, log
 
@@ -79,23 +81,26 @@ class WeightSync:
         self._busy = threading.Lock()  # a push is running
         self._asking = threading.Lock()  # somebody talks to the engines
 
-    def push(self, version: str, *, base: str | None = None) -> Receipt:
+    def push(self, version: str, *, base: str | None = None, pairs: Iterable[Pair] | None = None) -> Receipt:
         """Brings every engine to the source's weights of this moment and labels them `version`.
 
         base: refuse unless every engine serves this version now.
+        pairs: (name, tensor) pairs, for a `PairSource`. They are read to the end also where the push fails, on every rank.
 
         Raises `ConfigError`, `PlanError`, `VersionConflict`, `SourceError`, `TransportError`: every engine still serves what it served.
         Raises `SyncError` or a subclass: `.engines` says what each engine serves now.
         """
-        return _run(self._push(version, base, begun=self._begin()))
+        with drained(pairs) as given:
+            return _run(self._push(version, base, given, begun=given is None and self._begin()))
 
-    async def apush(self, version: str, *, base: str | None = None) -> Receipt:
+    async def apush(self, version: str, *, base: str | None = None, pairs: Iterable[Pair] | None = None) -> Receipt:
         """Does what `push` does, for asyncio. The weights must not change before it returns.
 
         Cancelled, it takes up to ten seconds more (or `timeout`, where that is less): no engine is
         left paused, each goes on with one whole version or refuses.
         """
-        return await self._push(version, base, begun=False)
+        with drained(pairs) as given:
+            return await self._push(version, base, given, begun=False)
 
     def _begin(self) -> bool:
         """Tells the transport that a push begins. A GPU then sums up the weights while the event
@@ -112,14 +117,16 @@ class WeightSync:
         finally:
             self._busy.release()
 
-    async def _push(self, version: str, base: str | None, *, begun: bool) -> Receipt:
+    async def _push(self, version: str, base: str | None, pairs: Iterator[Pair] | None, *, begun: bool) -> Receipt:
         check_version(version)
         self._own.check("WeightSync")
         if isinstance(self._role, Follower):
+            deque(pairs or (), maxlen=0)  # rank 0 gathers each tensor together with this one
             return await self._follow(self._role, "push", version)
         async with self._alone(), self._pushing("push", version) as push:
-            found = push.describe(begun=begun)
-            return await self._bring(push, push.trust(found) or await push.ask(), base=base)
+            with self._session.source.fed(pairs):
+                found = push.describe(begun=begun)
+                return await self._bring(push, push.trust(found) or await push.ask(), base=base)
 
     def catch_up(self, engine: Any = None) -> Receipt:
         """Brings the current version to engines that do not serve it: restarted ones, and those

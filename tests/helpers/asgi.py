@@ -9,8 +9,9 @@ import httpx
 
 from helpers.toys import attention
 from instep import MemoryEngine
+from instep.engine.remote.asgi import Receive, Scope, Send
 from instep.engine.remote.http import HttpEngine, HttpRpc
-from instep.engine.remote.http_control import PREFIX, TO_WORKERS, Call, Control, Receive, Scope, Send, Served
+from instep.engine.remote.http_control import PREFIX, TO_WORKERS, Call, Control, Served
 from instep.engine.remote.rpc import ARGUMENTS, Answer
 from instep.protocol import Request, encode, raw
 

@@ -44,7 +44,9 @@ class FarEngine:
     """checkpoint: what the engine is built for; its first weights are zeros."""
 
     def __init__(self, checkpoint: Mapping[str, torch.Tensor], device: str, name: str = "far") -> None:
-        self.name, self.version, self.refusal = name, None, None
+        self.name = name
+        self.version: str | None = None
+        self.refusal: str | None = None
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         shapes = {key: tuple(tensor.shape) for key, tensor in checkpoint.items()}

@@ -22,12 +22,12 @@ class Interrupts:
     def done(self) -> bool:
         return self.seen >= self.at
 
-    def run(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    def run(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
         """As `asyncio.run` does. Raises what came of it."""
 
         return asyncio.run(self.within(call))
 
-    async def within(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def within(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
         """The same on a loop that runs already."""
         loop = asyncio.get_running_loop()
         before = loop.get_task_factory()

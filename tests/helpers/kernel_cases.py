@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def played(kind: Any, runs: list[Run], slots: int, *, copy: bool) -> tuple[list[
 
 
 def main() -> None:
-    torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment,misc]
+    patch.object(torch.cuda, "device", lambda _: nullcontext()).start()
     random = np.random.default_rng(0)
     shapes = [(1, 1), (1, 700), (1, 40000), (3, 1), (5, 130), (40, 433), (2, 5000)]  # two of them take two programs
     made = [run(random, *shape, DTYPES[index % len(DTYPES)], index % 4) for index, shape in enumerate(shapes * 2)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,7 +24,7 @@ from instep.transport.broadcast.read import Buckets
 RANK = int(os.environ["RANK"])
 
 
-def attempt(call: Callable[[], Any]) -> dict[str, Any]:
+def attempt(call: Callable[..., Any]) -> dict[str, Any]:
     """How a call ends, and after how long."""
     started = time.monotonic()
     try:
@@ -74,8 +75,8 @@ def engine_fails_while_a_rank_is_slow() -> dict[str, Any]:
     """The engine fails at the third bucket, while rank 0 waits for the last rank's part of the fourth. When each wait has ended."""
     _, engine, sync = begun("one", timeout=60.0)
     sync.push("v0")
-    real_receive, real_take, real_give = Buckets.each, gather.take, follow.give
-    calls, moments = count(), []
+    real_take, real_give = gather.take, gather.give
+    calls, moments = count(), list[float]()
 
     def take(*arguments: Any) -> None:
         try:
@@ -90,11 +91,8 @@ def engine_fails_while_a_rank_is_slow() -> dict[str, Any]:
             moments.append(time.monotonic())
         real_give(*arguments)
 
-    Buckets.each, gather.take, follow.give = failing(real_receive, 2), take, give
-    try:
+    with patch.object(Buckets, "each", failing(Buckets.each, 2)), patch.object(gather, "take", take), patch.object(follow, "give", give):
         found = attempt(lambda: sync.push("v1"))
-    finally:
-        Buckets.each, gather.take, follow.give = real_receive, real_take, real_give
     return ended(sync, engine, **found, moments=moments)
 
 
@@ -125,7 +123,7 @@ def engine_fails_midway(model: str) -> dict[str, Any]:
     sync.push("v0")
     trainer.backward()
     trainer.step()
-    real_receive, real_give, real_tell = Buckets.each, follow.give, Channel.tell
+    real_give, real_tell = gather.give, Channel.tell
     asked, given = [], []
 
     def give(*arguments: Any) -> None:
@@ -136,11 +134,8 @@ def engine_fails_midway(model: str) -> dict[str, Any]:
         asked.append(what)
         real_tell(channel, what, body)
 
-    Buckets.each, follow.give, Channel.tell = failing(real_receive, 5), give, tell  # type: ignore[method-assign]
-    try:
+    with patch.object(Buckets, "each", failing(Buckets.each, 5)), patch.object(follow, "give", give), patch.object(Channel, "tell", tell):
         found = attempt(lambda: sync.push("v1"))
-    finally:
-        Buckets.each, follow.give, Channel.tell = real_receive, real_give, real_tell  # type: ignore[method-assign]
     found = ended(sync, engine, **found, asked=asked.count("give"), given=len(given))
     wanted = MemoryEngine(saved(trainer.gathered())).fingerprint()
     return {**found, "same": engine is None or engine.fingerprint() == wanted}
@@ -195,8 +190,9 @@ def rank_dies(way: str, bucket: str) -> dict[str, Any]:
                 os._exit(9)
             return real(*arguments)
 
-        real = follow.write if way == "shm" else follow.give
-        setattr(follow, "write" if way == "shm" else "give", dying)
+        name = "write" if way == "shm" else "give"
+        real = getattr(follow, name)
+        setattr(follow, name, dying)
     found = attempt(lambda: sync.push("v1"))
     served = engine.version if engine else None
     return {**found, "served": served}
@@ -214,7 +210,7 @@ def leader_dies(bucket: str) -> dict[str, Any]:
                 os._exit(9)
             real(*arguments)
 
-        gather.take = dying
+        patch.object(gather, "take", dying).start()
     return attempt(lambda: sync.push("v1"))
 
 
@@ -222,7 +218,7 @@ def slow_receiver() -> dict[str, Any]:
     """The engine takes its time for each bucket. When each rank began and ended its part of each, on one clock."""
     _, engine, sync = begun("one", timeout=60.0)
     sync.push("v0")
-    real_receive, real_take, real_give = Buckets.each, gather.take, follow.give
+    real_receive, real_take, real_give = Buckets.each, gather.take, gather.give
     seen: list[tuple[str, float, float]] = []
     rooms: list[int] = []
 
@@ -242,11 +238,12 @@ def slow_receiver() -> dict[str, Any]:
             time.sleep(0.05)
             yield index, part
 
-    Buckets.each, gather.take, follow.give = slow, timed(real_take), timed(real_give)
-    try:
+    with (
+        patch.object(Buckets, "each", slow),
+        patch.object(gather, "take", timed(real_take)),
+        patch.object(follow, "give", timed(real_give)),
+    ):
         sync.push("v1")
-    finally:
-        Buckets.each, gather.take, follow.give = real_receive, real_take, real_give
     return ended(sync, engine, seen=seen, room=max(rooms, default=0))
 
 

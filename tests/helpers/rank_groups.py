@@ -69,5 +69,5 @@ class Ranks:
             said = (log if log.exists() else self.folder / "log").read_text()[-3000:]
             assert case in results or dead, f"rank {rank} of {size} did not finish {case}:\n{said}"
             assert "traceback" not in results.get(case, {}), f"rank {rank} of {size}: {results[case]['traceback']}"
-            found.append(results.get(case))
+            found.append(results.get(case, {}))
         return found

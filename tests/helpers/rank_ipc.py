@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class Rows(nn.Module):
 def begin(tp: int = 1) -> tuple[Any, Callable[[], dict[str, torch.Tensor]], MemoryEngine | None, WeightSync]:
     """A trainer of `Rows`, what all its ranks have together, the engine and the push."""
     torch.manual_seed(0)
-    trainer = fully_shard(Rows())
+    trainer: Any = fully_shard(Rows())
 
     def gathered() -> dict[str, torch.Tensor]:
         return {name: param.full_tensor().detach().clone() for name, param in trainer.named_parameters()}
@@ -114,7 +115,7 @@ def bytes_read(wrap: str) -> dict[str, Any]:
     Table.moved.clear()
     direct = sync.push("v2").engines[0].direct
     role: Any = sync._role
-    found = {"grouped": (role.source if RANK == 0 else role).meeting.group is not None}
+    found: dict[str, Any] = {"grouped": (role.source if RANK == 0 else role).meeting.group is not None}
     if engine:
         live = [param for host in engine.hosts for param in host.model.parameters()]
         spans = [range(param.data_ptr(), param.data_ptr() + param.nbytes) for param in live]
@@ -132,23 +133,21 @@ def held(sync: WeightSync, layers: Sequence[str]) -> int:
     return sum(2 * route.source.numel for route in routes if route.tensor and route.param.rpartition(".")[0] in layers)
 
 
+def refuses(_: int) -> bytes:
+    raise TransportError("cuIpcGetMemHandle failed with 1: invalid argument")
+
+
 def share_fails() -> dict[str, Any]:
     """The driver does not share the last rank's memory: another transport brings the version, and says why. It is tried again."""
     trainer = make("fsdp2", "llama")
     engine = MemoryEngine(saved(plain("llama", seed=1))) if RANK == 0 else None
     sync = opened(trainer.module, engine, "ipc", transport="auto")
-    share = driver.share
-    if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
-
-        def refuses(_: int) -> bytes:
-            raise TransportError("cuIpcGetMemHandle failed with 1: invalid argument")
-
-        driver.share = refuses
-    receipt = sync.push("v0")
+    last = int(os.environ["WORLD_SIZE"]) - 1 == RANK
+    with patch.object(driver, "share", refuses if last else driver.share):
+        receipt = sync.push("v0")
     same = engine is None or engine.fingerprint() == MemoryEngine(saved(trainer.gathered())).fingerprint()
     if RANK > 0:
         trainer.gathered()
-    driver.share = share
     after = sync.push("v1")
     sync.close()
     return {"transport": receipt.transport, "why": receipt.why, "same": same, "after": after.transport}

@@ -113,6 +113,7 @@ def hybrid(model: Any, copied: Any) -> Sharded:
 
 
 def compiled(model: Any) -> Any:
+    layer: Any
     for layer in decoder_layers(model):
         layer.compile(backend="eager")
         layer.mlp = torch.compile(layer.mlp, backend="eager")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from helpers.rank_failures import attempt, begun
 from helpers.rank_models import MODELS, WRAPS, make, plain
 from helpers.rank_ways import opened
 from helpers.source_models import TEXT, llama, lora, saved
-from instep import WeightSync
+from instep import PairSource, WeightSync
 from instep.bench.apart import Apart
 from instep.bench.sharded_rank import peak
 from instep.engine.memory import MemoryEngine
@@ -71,6 +71,7 @@ def room_for_buckets(wrap: str) -> dict[str, Any]:
     dim = 1 if wrap == "columns" else 0
     fully_shard(model, shard_placement_fn=lambda _: Shard(dim))
     model.to_empty(device="cpu")
+    param: Any
     for param in model.parameters():
         param._local_tensor.fill_(RANK + 1)
     torch.distributed.barrier()
@@ -186,6 +187,34 @@ def refusals() -> dict[str, Any]:
     return found
 
 
+def pairs() -> dict[str, Any]:
+    """Pushes of an iterator that gathers one tensor after the other on all ranks: held, streamed, and
+    refused after the first tensor."""
+    trainer = make("fsdp2", "llama")
+    engine = MemoryEngine(saved(plain("llama", seed=1))) if RANK == 0 else None
+    sync = opened(PairSource(), engine, "shm")
+    read, found = 0, dict[str, Any]()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal read
+        for name, param in trainer.module.named_parameters():
+            read += 1
+            yield name, param.full_tensor()  # a collective
+
+    for version in ("held", "streamed"):
+        trainer.backward()
+        trainer.step()
+        found[version] = sync.push(version, pairs=gathered()).digest
+        whole = trainer.gathered()
+        found[f"{version} same"] = engine is None or engine.fingerprint() == MemoryEngine(saved(whole)).fingerprint()
+    read = 0
+    found["refused"] = attempt(lambda: sync.push("held", pairs=gathered()))["kind"]
+    found["read"] = read == len(list(trainer.module.parameters()))
+    torch.distributed.barrier()  # the store, by which ranks hear of the refusal, ends with rank 0
+    sync.close()
+    return found
+
+
 REST: dict[str, Callable[..., dict[str, Any]]] = {
     "many": many,
     "nothing-is-gathered": nothing_is_gathered,
@@ -195,4 +224,5 @@ REST: dict[str, Callable[..., dict[str, Any]]] = {
     "zero-inside-gather": zero_inside_gather,
     "late-engine": late_engine,
     "refusals": refusals,
+    "pairs": pairs,
 }

@@ -51,7 +51,7 @@ def lower_case() -> Any:
     return equipped(PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="[UNK]"))
 
 
-class Letters(PreTrainedTokenizer):  # type: ignore[misc]
+class Letters(PreTrainedTokenizer):
     """Written in Python: a token for each code point."""
 
     vocab_size = 0x110000 + 100

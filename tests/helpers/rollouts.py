@@ -60,7 +60,7 @@ def decode(token_ids: Sequence[int]) -> str:
     return TOKENIZER.decode(token_ids, skip_special_tokens=False)
 
 
-def said(text: str | list[int], finish: str = "stop", versions: Sequence[tuple[str, int, int]] | None = None) -> Completion:
+def said(text: str | list[int], finish: Any = "stop", versions: Sequence[tuple[str, int, int]] | None = None) -> Completion:
     """What an engine answers that said this."""
     token_ids = encode(text) if isinstance(text, str) else text
     spans = versions if versions is not None else [("v1", 0, len(token_ids))]

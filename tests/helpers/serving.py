@@ -58,7 +58,7 @@ class FakeServing:
         self.resets = 0
         self.extension: Callable[..., Any] = lambda *_: None
 
-    async def begin(self) -> FakeServing:
+    async def begin(self) -> Any:
         self.go = asyncio.Event()
         self.loop = asyncio.get_running_loop()
         return self
@@ -102,7 +102,7 @@ class FakeServing:
                 spans.append((version, len(said), len(said)))
             said.append(token)
             spans[-1] = (version, spans[-1][1], len(said))
-        finish = "abort" if not self.running[request_id] else "stop" if len(said) == len(tokens) else "length"
+        finish: Any = "abort" if not self.running[request_id] else "stop" if len(said) == len(tokens) else "length"
         return Sampled(token_ids=said, logprobs=[-0.5] * len(said), finish_reason=finish, versions=spans)
 
     async def abort(self, request_id: str) -> None:

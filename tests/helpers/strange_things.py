@@ -8,7 +8,12 @@ from typing import Any
 
 import msgspec
 
-from instep.generation import Label, PromptId, PromptRequest, Sampling, ToolOutput
+from instep import generation
+from instep.generation import PromptRequest, Sampling
+
+Label: Any = generation.Label  # what is made here has fields of wrong types
+PromptId: Any = generation.PromptId
+ToolOutput: Any = generation.ToolOutput
 
 
 class Unprintable:

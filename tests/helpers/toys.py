@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -58,17 +58,23 @@ def differing(expected: nn.Module, found: nn.Module) -> list[str]:
     return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(have[name]))]
 
 
+def bare() -> Any:
+    """A module to which a test gives what it likes."""
+    return nn.Module()
+
+
 class ToyFresh:
     """All of a second model is loaded at once."""
 
-    def __init__(self, model: nn.Module, load: Callable[[nn.Module, str, torch.Tensor], object], finish: Callable[[Any], object]) -> None:
-        self.model, self.load, self.finish = model.requires_grad_(False), load, finish
+    def __init__(self, model: nn.Module, load: Callable[[Any, str, torch.Tensor], object], finish: Callable[[Any], object]) -> None:
+        self.model: Any = model.requires_grad_(False)
+        self.load, self.finish = load, finish
 
     def units(self) -> list[dict[str, str]]:
         return [{name: name for name, _ in self.model.named_modules()}]
 
     @contextmanager
-    def loading(self, unit: dict[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    def loading(self, unit: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
         for name, tensor in tensors:
             self.load(self.model, name, tensor)
         self.finish(self.model)
@@ -79,7 +85,10 @@ class ToyFresh:
 
 
 class ToyHost(NeverRebuilds, NoAdapters):
-    """A worker of one rank. `fill(model, name, tensor)` loads one checkpoint tensor, `finish(model)` ends a reload session."""
+    """A worker of one rank. `fill(model, name, tensor)` loads one checkpoint tensor, `finish(model)` ends a reload session.
+
+    The model is `Any`, so that a test may name its layers: `host.model.a.weight`.
+    """
 
     rank, world_size, device = 0, 1, "cpu"
     software = "toy 1.2"
@@ -87,10 +96,11 @@ class ToyHost(NeverRebuilds, NoAdapters):
     def __init__(
         self,
         model: nn.Module,
-        fill: Callable[[nn.Module, str, torch.Tensor], object],
-        finish: Callable[[nn.Module], object] = lambda model: None,
+        fill: Callable[[Any, str, torch.Tensor], object],
+        finish: Callable[[Any], object] = lambda model: None,
     ) -> None:
-        self.model, self.fill, self.finish = model.requires_grad_(False), fill, finish
+        self.model: Any = model.requires_grad_(False)
+        self.fill, self.finish = fill, finish
         self.sessions = 0
         self.loaded: list[str] = []
 

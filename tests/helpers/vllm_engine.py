@@ -28,7 +28,7 @@ class Engine:
             with host.reload():
                 host.load(attention(0).items())
         self.workers = [Worker(host.rank, tp, host.model) for host in self.hosts]
-        store = torch.distributed.HashStore()
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
         for worker, host in zip(self.workers, self.hosts, strict=True):
             monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=host.rank: rank)

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
 
-I, U = TypeVar("I"), TypeVar("U")  # noqa: E741
+I = TypeVar("I")  # noqa: E741
+U = TypeVar("U")
 BASE = "vllm.distributed.weight_transfer.base"
 
 

@@ -76,7 +76,7 @@ def http(engine: MemoryEngine) -> Iterator[Any]:
 WAYS = {"local": local, "endpoint": endpoint, "tcp": tcp, "http": http}
 
 
-def in_a_thread(action: Callable[[], Any]) -> Any:
+def in_a_thread(action: Callable[..., Any]) -> Any:
     """An engine that is paused must not stop the test's thread."""
     future: Future[Any] = Future()
 

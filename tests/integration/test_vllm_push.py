@@ -12,7 +12,7 @@ import torch
 from engines import greedy, keeps_plain_weights, versions
 from models import PROMPTS, tiny
 
-from instep import WeightSync
+from instep import PairSource, WeightSync
 from instep.engine.vllm.engine import VllmEngine
 from instep.verify import verify
 
@@ -86,6 +86,18 @@ def test_a_checkpoint_directory_is_a_source(
     with WeightSync(source=checkpoints(family, 3), engines=[llm]) as sync:
         sync.push("from-disk")
     assert greedy(llm, PROMPTS) == reference(family, 3)
+
+
+def test_pairs_that_share_one_buffer_are_a_source(served: tuple[str, Any], reference: Callable[..., Any]) -> None:
+    """Held in the first round and streamed in the second one."""
+    family, llm = served
+    with WeightSync(PairSource(), [llm]) as sync:
+        for seed in (3, 2):
+            weights = tiny(family, seed).state_dict()
+            room = torch.empty(max(value.numel() for value in weights.values()), dtype=torch.bfloat16)
+            pairs = ((name, room[: value.numel()].view(value.shape).copy_(value)) for name, value in weights.items())
+            sync.push(f"pairs-{seed}", pairs=pairs)
+            assert greedy(llm, PROMPTS) == reference(family, seed)
 
 
 def test_what_is_served_is_told_from_another_checkpoint(served: tuple[str, Any], checkpoints: Callable[[str, int], Path]) -> None:

@@ -70,3 +70,10 @@ def test_what_several_ranks_cannot_have_is_refused(found: Seen) -> None:
 )
 def test_case_79_many_pushes_of_an_adapter_change_no_bit(case: str, found: Seen) -> None:
     assert all(one == {"digests": 1, "same": True} for one in found)
+
+
+@pytest.mark.ranks(2, "pairs")
+def test_pairs_that_all_ranks_gather_are_read_to_the_end_on_every_rank(found: Seen) -> None:
+    assert all(one["held same"] and one["streamed same"] and one["read"] for one in found)
+    assert [one["refused"] for one in found] == ["VersionConflict"] * 2
+    assert found[0]["streamed"] == found[1]["streamed"] != found[0]["held"]

@@ -153,9 +153,9 @@ def test_the_recipes_run(ports: dict[str, str], tmp_path: Path, capsys: pytest.C
         for program in programs:
             program.kill()
             program.wait(30)
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("step-1: 0 MB in 1 tensors to 1 engine")
-    assert told[1:] == ["run-1/step-7"]
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("step-1: 0 MB in 1 tensors to 1 engine")
+    assert others == ["run-1/step-7"]
     assert namespace["sync"].status()[0].version == "average-1"
 
 

@@ -19,6 +19,7 @@ from instep.errors import SourceError
 from instep.protocol import TensorMeta
 from instep.source.module import MappingSource
 from instep.transport import copying
+from instep.transport.again import second
 
 pytestmark = pytest.mark.usefixtures("segments")
 
@@ -134,7 +135,7 @@ def same(engine: MemoryEngine, weights: Mapping[str, torch.Tensor]) -> bool:
 
 def between_the_reads(monkeypatch: pytest.MonkeyPatch, write: Callable[[], object], times: int = 1) -> None:
     """When all values have been read once, and none twice."""
-    second, left = copying.second, iter(range(times))
+    left = iter(range(times))
 
     def later(*arguments: Any) -> Any:
         if next(left, None) is not None:

@@ -14,6 +14,7 @@ from instep import MemoryEngine, WeightSync
 from instep.errors import DigestMismatch, EngineDirty, InstepError, SourceError, VersionConflict
 from instep.plan.buckets import ALIGN
 from instep.receiver.pull import Puller
+from instep.transport.again import check
 from instep.transport.broadcast import publish as broadcast
 from instep.transport.bucket_digests import DeviceTally
 from unit.receiver.test_scratch_buffers import LARGE, SCRATCH, Scratch, ScratchSource
@@ -78,7 +79,7 @@ def between_the_reads(monkeypatch: pytest.MonkeyPatch, write: Callable[[], objec
 
         return called
 
-    monkeypatch.setattr(broadcast, "check", before(broadcast.check))
+    monkeypatch.setattr(broadcast, "check", before(check))
     monkeypatch.setattr(DeviceTally, "begin", before(DeviceTally.begin))
     monkeypatch.setattr(Puller, "launch", before(Puller.launch))
 
@@ -140,7 +141,8 @@ class Second(Trainer):
     """Writes before its second read, to a tensor that lies transposed."""
 
     def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
-        self.params, self.reads = params, 0
+        self.params: Any = params
+        self.reads = 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.reads += 1

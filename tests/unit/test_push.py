@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def test_numbers_that_are_not_finite_are_sent_and_reported() -> None:
         assert f"not finite: {', '.join(receipt.non_finite)}" in str(receipt)
         source[Q][0, 0] = source["model.norm.weight"][3] = 0
         assert sync.push("v2").non_finite == ()
-    assert torch.equal(bits(engine.hosts[0].model.model.norm.weight), bits(source["model.norm.weight"]))
+    assert torch.equal(bits(engine.hosts[0].model.get_parameter("model.norm.weight")), bits(source["model.norm.weight"]))
 
 
 @pytest.mark.parametrize(("caches", "stale"), [("reset", False), ("keep", True)])
@@ -233,10 +234,8 @@ def test_the_prefix_cache(caches: Any, stale: bool) -> None:
 
 
 def test_no_room_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from instep.transport.shm import segment as shm
-
     engine = MemoryEngine(checkpoint(0))
-    monkeypatch.setattr(shm.os, "statvfs", lambda path: type("", (), {"f_bavail": 0, "f_frsize": 1}))
+    monkeypatch.setattr(os, "statvfs", lambda path: type("", (), {"f_bavail": 0, "f_frsize": 1}))
     with WeightSync(checkpoint(1), [engine], transport="shm") as sync:
         with pytest.raises(TransportError, match="has 0 MiB free") as caught:
             sync.push("v1")

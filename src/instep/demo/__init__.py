@@ -2,12 +2,12 @@
 optimizer step. Read `loop.py` first.
 
 loop.py     the story
-ray_loop.py the same without waiting: actors on Ray answer while the trainer learns
 task.py     questions, and the rewards that can be checked
 grpo.py     the loss
 model.py    the models that the demo trains
 engine.py   the engine that follows: vLLM, or transformers where vLLM is not installed
 http_engine.py  the same behind HTTP
+ray_loop.py actors on Ray, which answer while the trainer learns
 record.py   what a run leaves behind: one JSON file
 show.py     the table
 picture.py  the picture
@@ -16,15 +16,11 @@ picture.py  the picture
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from instep.errors import ConfigError
 from instep.extras import require
-
-if TYPE_CHECKING:
-    from instep.demo.loop import Learn
 
 ModelName = Literal["smollm2", "tiny"]
 
@@ -54,18 +50,18 @@ def run(
         raise ConfigError(f"steps must be at least 1, not {steps}")
     require("the demo", "demo", *(("ray", "generation") if ray else ()))
     set_environment(model)
-    from instep.demo import loop
+    from instep.demo import engine, loop
 
-    learn: Learn = loop.learn
+    start: loop.Start = engine.start
     if ray:
         from instep.demo import ray_loop
 
-        learn = ray_loop.learn
+        start = ray_loop.start
     elif http:
         from instep.demo import http_engine
 
-        learn = partial(loop.learn, start=http_engine.start)
-    return loop.demo(model, steps or 12, seed, out, json, learn)
+        start = http_engine.start
+    return loop.demo(model, steps or 12, seed, out, json, start)
 
 
 def set_environment(model: ModelName) -> None:

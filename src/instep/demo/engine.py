@@ -3,45 +3,91 @@ vLLM is not installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from instep import WeightSync
+from instep.demo.grpo import Group
 from instep.demo.model import load
-from instep.demo.task import Task
+from instep.demo.show import Show
+from instep.demo.task import EXAM_SAMPLES, Question, Task, batches
 from instep.engine.transformers import Completion, TransformersEngine
 from instep.errors import ConfigError
 
 Generate = Callable[[Sequence[list[int]], int, int], list[list[Completion]]]
 """Takes prompts, the number of samples for each, and a seed. Gives each prompt's completions, sampled at temperature 1."""
+Sampled = tuple[list[Group], list[str]]
+"""A group of graded completions for each question, and the versions of the weights that sampled them."""
 
 
-@dataclass(frozen=True)
-class Running:
-    """A running engine. `engine` is what a `WeightSync` takes."""
+class Engines(Protocol):
+    """The engines of a run: they answer questions, and follow the trainer.
+
+    engines: what a `WeightSync` takes. ahead: whether they answer while the trainer learns.
+    """
 
     name: str
-    engine: Any
+    engines: list[Any]
+    ahead: bool
+
+    def batches(self, sync: WeightSync, steps: int) -> Iterator[Sampled]:
+        """Yields the answers to the questions of each step."""
+
+    def exam(self, sync: WeightSync, round: int) -> list[Group]:
+        """Returns the answers to the questions that are never trained on, in order. round: 0
+        before the first step."""
+
+
+@dataclass
+class OneEngine:
+    """An engine that is asked step by step, and waits while the trainer learns."""
+
+    name: str
+    engines: list[Any]
     generate: Generate
+    lesson: Task
+    seed: int
+    ahead: bool = False
+
+    def batches(self, sync: WeightSync, steps: int) -> Iterator[Sampled]:  # noqa: ARG002
+        questions = batches(self.lesson.questions, self.lesson.batch, self.seed)
+        for step in range(1, steps + 1):
+            yield self._sample(next(questions), self.lesson.samples, 1_000_000 * self.seed + 1_000 * step)
+
+    def exam(self, sync: WeightSync, round: int) -> list[Group]:  # noqa: ARG002
+        return self._sample(self.lesson.held_out, EXAM_SAMPLES, self.seed)[0]
+
+    def _sample(self, questions: Sequence[Question], samples: int, seed: int) -> Sampled:
+        answers = self.generate([question.prompt for question in questions], samples, seed)
+        groups = [
+            Group(
+                prompt=question.prompt,
+                completions=[completion.token_ids for completion in completions],
+                logprobs=[completion.logprobs for completion in completions],
+                rewards=[self.lesson.grade(question, completion.token_ids) for completion in completions],
+            )
+            for question, completions in zip(questions, answers, strict=True)
+        ]
+        return groups, sorted({completion.weight_version or "unlabelled" for completions in answers for completion in completions})
 
 
-def has_vllm() -> bool:
-    return find_spec("vllm") is not None
-
-
-def start(checkpoint: Path, task: Task) -> Running:
+@contextmanager
+def start(checkpoint: Path, lesson: Task, seed: int, show: Show) -> Iterator[Engines]:
     """Starts the engine. Raises `ConfigError` if vLLM is installed and does not start."""
-    if not has_vllm():
-        return start_embedded(checkpoint, task)
+    has_vllm = find_spec("vllm") is not None
+    show.say(f"engine:  starting {'vLLM, about a minute' if has_vllm else 'the embedded transformers engine: vLLM is not installed'}")
     try:
-        return start_vllm(checkpoint, task)
+        name, engine, generate = (start_vllm if has_vllm else start_embedded)(checkpoint, lesson)
     except Exception as error:
-        raise ConfigError(f"vLLM did not start: {error}", next_step="read engine.log in the output directory") from error
+        raise ConfigError(f"the engine did not start: {error}", next_step="read engine.log in the output directory") from error
+    yield OneEngine(name, [engine], generate, lesson, seed)
 
 
-def start_vllm(checkpoint: Path, task: Task) -> Running:
+def start_vllm(checkpoint: Path, task: Task) -> tuple[str, Any, Generate]:
     import vllm
     from vllm.platforms import current_platform
 
@@ -68,7 +114,7 @@ def start_vllm(checkpoint: Path, task: Task) -> Running:
         answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [[completion(output) for output in answer.outputs] for answer in answers]
 
-    return Running(f"vLLM {vllm.__version__} ({current_platform.get_device_name()})", llm, generate)
+    return f"vLLM {vllm.__version__} ({current_platform.get_device_name()})", llm, generate
 
 
 def completion(output: Any) -> Completion:
@@ -79,7 +125,7 @@ def completion(output: Any) -> Completion:
     return Completion(token_ids, logprobs, spans[-1].version if spans else None)
 
 
-def start_embedded(checkpoint: Path, task: Task) -> Running:
+def start_embedded(checkpoint: Path, task: Task) -> tuple[str, Any, Generate]:
     engine = TransformersEngine(load(checkpoint))
 
     def generate(prompts: Sequence[list[int]], samples: int, seed: int) -> list[list[Completion]]:
@@ -89,4 +135,4 @@ def start_embedded(checkpoint: Path, task: Task) -> Running:
         )  # fmt: skip
         return [completions[first : first + samples] for first in range(0, len(completions), samples)]
 
-    return Running("the embedded transformers engine", engine, generate)
+    return "the embedded transformers engine", engine, generate

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from instep.demo.engine import Running
+from instep.demo.engine import Engines, OneEngine
+from instep.demo.show import Show
 from instep.demo.task import Task
 from instep.engine.remote.http import HttpEngine
 from instep.engine.transformers import Completion
@@ -28,26 +28,25 @@ PATIENCE = 600.0
 """Seconds for a server to start, and for an answer."""
 
 
-def start(checkpoint: Path, task: Task) -> Running:
-    """Starts the server, which ends with this process. Raises `ConfigError` if it does not
-    start."""
+@contextmanager
+def start(checkpoint: Path, lesson: Task, seed: int, show: Show) -> Iterator[Engines]:
+    """Starts the server, and ends it. Raises `ConfigError` if it does not start."""
+    show.say("engine:  starting a server in another process, about a minute")
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
     token, url = secrets.token_hex(16), f"http://127.0.0.1:{port}"
     settings = {
-        "host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": 64, "max-num-seqs": task.batch * task.samples,
+        "host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": 64, "max-num-seqs": lesson.batch * lesson.samples,
         "block-size": 32, "kv-cache-memory-bytes": 1 << 28,
     }  # fmt: skip
     flags = [*(f"--{name}={value}" for name, value in settings.items()), "--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
     server = subprocess.Popen([sys.executable, "-c", PROGRAM, "serve", str(checkpoint), *flags], env={**os.environ, "INSTEP_TOKEN": token})
-    atexit.register(_stop, server)
     client = httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False)
-    _wait(server, client)
 
     def generate(prompts: Sequence[list[int]], samples: int, seed: int) -> list[list[Completion]]:
         def answers(index: int) -> list[Completion]:
             sampling = {
-                "n": samples, "temperature": 1.0, "max_tokens": task.max_tokens, "stop_token_ids": task.stop_token_ids,
+                "n": samples, "temperature": 1.0, "max_tokens": lesson.max_tokens, "stop_token_ids": lesson.stop_token_ids,
                 "ignore_eos": True, "logprobs": 0, "detokenize": False, "seed": seed + index * samples,
             }  # fmt: skip
             body = {"model": str(checkpoint), "token_ids": prompts[index], "sampling_params": sampling}
@@ -57,7 +56,11 @@ def start(checkpoint: Path, task: Task) -> Running:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(answers, range(len(prompts))))
 
-    return Running(f"vLLM behind {url}", HttpEngine(url, token), generate)
+    try:
+        _wait(server, client)
+        yield OneEngine(f"vLLM behind {url}", [HttpEngine(url, token)], generate, lesson, seed)
+    finally:
+        _stop(server)
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

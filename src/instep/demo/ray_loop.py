@@ -1,5 +1,5 @@
-"""`loop.py` without waiting: two actors on Ray answer prompts, while the trainer takes results
-as they come and pushes.
+"""Engines that answer while the trainer learns: two actors on Ray. The trainer takes results as
+they come, and pushes.
 
     prompts ──▶ two actors ──▶ results with rewards ──▶ trainer
                     ▲                                      │
@@ -14,21 +14,17 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-import torch
-
 from instep import WeightSync
-from instep.demo import ModelName, model, task
+from instep.demo.engine import Sampled
 from instep.demo.grpo import Group
-from instep.demo.loop import EXAM_SAMPLES, NAMES, prepare, update
-from instep.demo.record import Answer, Exam, Run, Step, processor, versions
+from instep.demo.record import Step
 from instep.demo.show import Column, Show
-from instep.demo.task import Question, Task
+from instep.demo.task import EXAM_SAMPLES, Question, Task, batches
 from instep.errors import EngineTimeout, SyncError
 from instep.generation import Label, PromptId, PromptRequest, RewardConfig, Sampling
 from instep.generation.types import GenerationResult, Split
@@ -70,10 +66,12 @@ class Numbers:
 class Fleet:
     """The demo's actors, and the queues between them and the trainer."""
 
-    def __init__(self, checkpoint: Path, lesson: Task, seed: int) -> None:
+    ahead = True
+
+    def __init__(self, name: str, checkpoint: Path, lesson: Task, seed: int) -> None:
         from instep.generation.ray.engines import RolloutQueues, create_vllm_engines
 
-        self.lesson, self.seed = lesson, seed
+        self.name, self.lesson, self.seed = name, lesson, seed
         self.queues = RolloutQueues()
         self.engines = create_vllm_engines(
             ACTORS,
@@ -91,6 +89,24 @@ class Fleet:
                 "block_size": 32, "kv_cache_memory_bytes": 1 << 28,
             },
         )  # fmt: skip
+
+    def batches(self, sync: WeightSync, steps: int) -> Iterator[Sampled]:
+        questions = batches(self.lesson.questions, self.lesson.batch, self.seed)
+        for round in range(min(AHEAD, steps)):
+            self.ask("train", round, next(questions), self.lesson.samples)
+        for step in range(1, steps + 1):
+            results = self.answers("train", self.lesson.batch, sync)
+            if step + AHEAD <= steps:
+                self.ask("train", step + AHEAD - 1, next(questions), self.lesson.samples)
+            samples = [sample for result in results for sample in result.samples]
+            yield [group_of(result) for result in results], sorted({span.version for sample in samples for span in sample.versions})
+
+    def exam(self, sync: WeightSync, round: int) -> list[Group]:
+        if round == 0:
+            sync.push("step-0")  # so that all tokens come from weights with the name of a step
+        self.ask("eval", round, self.lesson.held_out, EXAM_SAMPLES)
+        results = self.answers("eval", len(self.lesson.held_out), sync)
+        return [group_of(result) for result in sorted(results, key=lambda result: result.request.index or 0)]
 
     def ask(self, split: Split, round: int, questions: Sequence[Question], samples: int) -> None:
         for index, question in enumerate(questions):
@@ -125,70 +141,17 @@ def catch_up(sync: WeightSync) -> None:
             sync.catch_up()
 
 
-def learn(name: ModelName, steps: int, seed: int, scratch: Path, show: Show) -> Run:
-    """Learns as `loop.learn` does."""
+@contextmanager
+def start(checkpoint: Path, lesson: Task, seed: int, show: Show) -> Iterator[Fleet]:
     import ray
 
-    began = time.perf_counter()
-    show.say(f"trainer: {NAMES[name]}, float32, GRPO and AdamW, on {processor()}")
-    show.doing("loading the model (the first time it is converted, which takes most of a minute)")
-    checkpoint, lesson = prepare(name, seed, scratch)
-    trainer = model.load(checkpoint)
-
-    show.say(f"actors:  starting Ray and {ACTORS} actors with a vLLM each, about two minutes")
-    show.doing("starting the actors")
+    show.say(f"engine:  starting Ray and {ACTORS} actors with a vLLM each, about two minutes")
+    show.columns.insert(1, LAG)
     ray.init(num_cpus=ACTORS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        fleet = Fleet(checkpoint, lesson, seed)
-        show.say(f"actors:  {ACTORS} are ready, after {time.perf_counter() - began:.0f} s")
-        show.say(f"reward:  {lesson.reward}")
-        with WeightSync(source=trainer, engines=fleet.engines, canary=lesson.canary) as sync:
-            sync.push("step-0")
-            before = examine(fleet, lesson, sync, 0)
-            show.exam("before", before)
-            started = time.perf_counter()
-            record = list(train(trainer, fleet, sync, lesson, steps, seed, show))
-            ended = time.perf_counter()
-            after = examine(fleet, lesson, sync, 1)
-            show.exam("after", after)
+        yield Fleet(f"{ACTORS} actors on Ray {ray.__version__}", checkpoint, lesson, seed)
     finally:
         ray.shutdown()
-    seconds = {"start": started - began, "steps": ended - started, "total": time.perf_counter() - began}
-    engine = f"{ACTORS} actors on Ray {ray.__version__}"
-    return Run(NAMES[name], engine, processor(), versions(), seed, lesson.reward, before, after, record, seconds)
-
-
-def train(trainer: Any, fleet: Fleet, sync: WeightSync, lesson: Task, steps: int, seed: int, show: Show) -> Iterator[Step]:
-    optimizer = torch.optim.AdamW(trainer.parameters(), lr=lesson.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    questions = task.batches(lesson.questions, lesson.batch, seed)
-    for round in range(min(AHEAD, steps)):
-        fleet.ask("train", round, next(questions), lesson.samples)
-    show.columns.insert(1, LAG)
-    show.header()
-    t0 = time.perf_counter()
-    for step in range(1, steps + 1):
-        show.doing(f"step {step} of {steps}: the trainer waits for results")
-        results = fleet.answers("train", lesson.batch, sync)
-        if step + AHEAD <= steps:
-            fleet.ask("train", step + AHEAD - 1, next(questions), lesson.samples)
-
-        show.doing(f"step {step} of {steps}: the trainer learns, the actors answer")
-        t1 = time.perf_counter()
-        groups = [group_of(result) for result in results]
-        loss = update(trainer, optimizer, groups)
-        t2 = time.perf_counter()
-
-        show.doing(f"step {step} of {steps}: the actors take over the new weights, and go on")
-        receipt = sync.push(version=f"step-{step}")
-
-        rewards = [mean(group.rewards) for group in groups]
-        samples = [sample for result in results for sample in result.samples]
-        sampled_from = sorted({span.version for sample in samples for span in sample.versions})
-        tokens, now = sum(len(sample.token_ids) for sample in samples), time.perf_counter()
-        taken = Step(step, sampled_from, mean(rewards), rewards, tokens, now - t0, t2 - t1, loss, receipt.as_dict())
-        t0 = now
-        show.row(taken)
-        yield taken
 
 
 def group_of(result: GenerationResult) -> Group:
@@ -199,14 +162,3 @@ def group_of(result: GenerationResult) -> Group:
         logprobs=[sample.logprobs for sample in samples],
         rewards=[sample.reward.score if sample.reward else 0.0 for sample in samples],
     )
-
-
-def examine(fleet: Fleet, lesson: Task, sync: WeightSync, round: int) -> Exam:
-    fleet.ask("eval", round, lesson.held_out, EXAM_SAMPLES)
-    results = sorted(fleet.answers("eval", len(lesson.held_out), sync), key=lambda result: result.request.index or 0)
-    groups = [group_of(result) for result in results]
-    answers = [
-        Answer(question.text, lesson.read(group.completions[0]), group.rewards[0])
-        for question, group in zip(lesson.held_out, groups, strict=True)
-    ]
-    return Exam(mean(mean(group.rewards) for group in groups), answers)

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from instep.errors import InstepError, SourceError
+from instep.errors import ConfigError, InstepError, SourceError
 from instep.protocol import TensorMeta
 from instep.source import Look, Source, again, device_of, own
+from instep.source.pairs import PairSource
 from instep.source.within import Within
 
 
@@ -31,6 +32,35 @@ class Guarded:
     def again(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         with self._calling("tensors"):
             yield from again(self.source)
+
+    @contextmanager
+    def fed(self, pairs: Iterator[tuple[str, torch.Tensor]] | None) -> Iterator[None]:
+        """Gives a `PairSource` the pairs of one push. Raises `ConfigError` where pairs come without
+        such a source, and where such a source gets none."""
+        takes = isinstance(self.source, PairSource)
+        if takes != (pairs is not None):
+            if takes:
+                raise ConfigError("a PairSource has no tensors of its own", next_step="write sync.push(version, pairs=iterator)")
+            raise ConfigError(
+                f"pairs are for a PairSource, and this source is a {type(self.source).__name__}",
+                next_step="make WeightSync(PairSource(), engines), or push without pairs",
+            )
+        if not isinstance(self.source, PairSource) or pairs is None:
+            yield
+            return
+        with self.source.fed(self._guarded(pairs)):
+            yield
+
+    def _guarded(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._calling("pairs"):
+            yield from pairs
+
+    @property
+    def once(self) -> bool:
+        """Tells whether the values of this push can be read only once; False for a source that does
+        not say."""
+        with self._calling("once"):
+            return bool(own(self.source, "once"))
 
     @property
     def stays(self) -> bool:

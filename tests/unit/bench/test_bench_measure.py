@@ -13,6 +13,7 @@ import pytest
 from instep.bench import measure
 from instep.bench.measure import Bench, Push, Way
 from instep.bench.subjects import stop_vllm
+from instep.bench.waits import bounded
 from instep.errors import ConfigError
 
 
@@ -32,7 +33,7 @@ class FakeSubject:
 
     def __init__(self) -> None:
         self.engine: Any = None
-        self.weights, self.precision, self.calls = 5, 0, []
+        self.weights, self.precision, self.calls = 5, 0, list[str]()
 
     def call(self, method: str, *arguments: Any) -> Any:
         self.calls.append(method)
@@ -65,12 +66,23 @@ def right(trainer: FakeTrainer, subject: FakeSubject, _: int) -> None:
     subject.weights = trainer.weights
 
 
+def timed(trainer: FakeTrainer, subject: FakeSubject, _: int) -> dict[str, float]:
+    subject.weights = trainer.weights
+    return {"total": 7.0}
+
+
+def exact(trainer: FakeTrainer, subject: FakeSubject, _: int) -> None:
+    subject.weights, subject.precision = trainer.weights, 0
+
+
 @pytest.fixture
-def bench() -> Bench:
-    return Bench(FakeTrainer(), FakeSubject(), repeats=4)  # type: ignore[arg-type]
+def bench() -> Any:
+    trainer: Any = FakeTrainer()
+    subject: Any = FakeSubject()
+    return Bench(trainer, subject, repeats=4)
 
 
-def test_a_way_that_brings_the_weights_is_a_row_with_its_runs(bench: Bench) -> None:
+def test_a_way_that_brings_the_weights_is_a_row_with_its_runs(bench: Any) -> None:
     row = bench.measure(way(right))
     assert row.error is None
     assert (row.way, row.engine, row.limit, row.rival, row.gap) == ("way", "fake", "limit", "rival", 0.0)
@@ -80,39 +92,39 @@ def test_a_way_that_brings_the_weights_is_a_row_with_its_runs(bench: Bench) -> N
     assert bench.subject.calls[-1] == "closed"
 
 
-def test_a_way_may_tell_its_own_total(bench: Bench) -> None:
-    assert bench.measure(way(lambda t, s, n: right(t, s, n) or {"total": 7.0})).medians["total"] == 7.0
+def test_a_way_may_tell_its_own_total(bench: Any) -> None:
+    assert bench.measure(way(timed)).medians["total"] == 7.0
 
 
-def test_every_way_is_judged_with_the_trainers_first_weights(bench: Bench) -> None:
+def test_every_way_is_judged_with_the_trainers_first_weights(bench: Any) -> None:
     for repeats in (1, 2):
         bench.repeats = repeats
         assert bench.measure(way(right)).error is None
         assert bench.trainer.weights == 1
 
 
-def test_a_copy_that_did_not_happen_is_an_error_and_no_numbers(bench: Bench) -> None:
+def test_a_copy_that_did_not_happen_is_an_error_and_no_numbers(bench: Any) -> None:
     row = bench.measure(way(lambda *_: None))
     assert "does not compute what the trainer computes" in str(row.error)
     assert row.runs == []
 
 
-def test_a_way_that_stops_copying_is_seen(bench: Bench) -> None:
+def test_a_way_that_stops_copying_is_seen(bench: Any) -> None:
     assert "NotProved" in str(bench.measure(way(lambda t, s, n: right(t, s, n) if n < 8 else None)).error)
 
 
-def test_an_engine_that_has_the_weights_before_the_push_proves_nothing(bench: Bench) -> None:
-    bench.subject.look = lambda trainer: (0.0, 1)  # type: ignore[attr-defined, method-assign]
+def test_an_engine_that_has_the_weights_before_the_push_proves_nothing(bench: Any) -> None:
+    bench.subject.look = lambda trainer: (0.0, 1)
     assert "nothing can be told" in str(bench.measure(way(right)).error)
 
 
-def test_outputs_that_are_not_numbers_prove_nothing(bench: Bench) -> None:
+def test_outputs_that_are_not_numbers_prove_nothing(bench: Any) -> None:
     gaps = iter([3.0, math.nan])
-    bench.subject.look = lambda trainer: (next(gaps), 1)  # type: ignore[attr-defined, method-assign]
+    bench.subject.look = lambda trainer: (next(gaps), 1)
     assert "NotProved" in str(bench.measure(way(right)).error)
 
 
-def test_two_ways_that_bring_the_same_weights_must_make_the_same_engine(bench: Bench) -> None:
+def test_two_ways_that_bring_the_same_weights_must_make_the_same_engine(bench: Any) -> None:
     """A layer that stays stale may move the outputs less than rounding does, but it does move them."""
 
     def nearly(trainer: FakeTrainer, subject: FakeSubject, _: int) -> None:
@@ -120,10 +132,10 @@ def test_two_ways_that_bring_the_same_weights_must_make_the_same_engine(bench: B
 
     assert bench.measure(way(right, "first")).error is None
     assert "not what first made of it" in str(bench.measure(way(nearly)).error)
-    assert bench.measure(way(lambda t, s, n: setattr(s, "precision", 0) or right(t, s, n))).error is None
+    assert bench.measure(way(exact)).error is None
 
 
-def test_a_way_that_fails_is_closed_and_the_next_one_is_measured(bench: Bench) -> None:
+def test_a_way_that_fails_is_closed_and_the_next_one_is_measured(bench: Any) -> None:
     def fail(*_: object) -> None:
         raise ConfigError("it cannot", next_step="do not")
 
@@ -133,9 +145,8 @@ def test_a_way_that_fails_is_closed_and_the_next_one_is_measured(bench: Bench) -
     assert bench.measure(way(right)).error is None
 
 
-def test_after_a_push_that_hangs_the_engine_is_left_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = measure.bounded
-    monkeypatch.setattr(measure, "bounded", lambda what, call, seconds=2: original(what, call, 2))
+def test_after_a_push_that_hangs_the_engine_is_left_alone(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "bounded", lambda what, call, seconds=2: bounded(what, call, 2))
     released = threading.Event()
     row = bench.measure(way(lambda *_: released.wait(), "stuck"))
     assert row.error == "Late: a push did not end within 2 s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
@@ -53,6 +54,7 @@ def test_a_push_is_compared_with_the_fastest_of_vllms_ways_into_the_same_engine(
         Row(way="vLLM ipc", engine="GPU 0", error="no"),
     ]  # fmt: skip
     limits = [Limit(name="peer copy", engine="GPU 1", nbytes=1_000_000_000, seconds=[0.02])]
+    found: Any
     (found,) = beside(Results(setting=SETTING, limits=limits, rows=rows, copies=[]))
     assert (found.way, found.rival, found.times, found.limit) == (
         "instep ipc",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def test_plugin_allowlist(allowed: str | None, level: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("free", "level"), [(64 << 20, "warn"), (2 << 30, "ok")])
 def test_small_shared_memory_is_a_warning(free: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: Usage(4 << 30, 0, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(4 << 30, 0, free))
     finding = checks.shared_memory()
     assert finding.level == level
     assert ("--shm-size" in (finding.next_step or "")) == (level == "warn")
@@ -157,7 +158,7 @@ def test_no_loopback_port_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: socket.socket, address: object) -> None:
         raise OSError("no loopback")
 
-    monkeypatch.setattr(checks.socket.socket, "bind", refuse)
+    monkeypatch.setattr(socket.socket, "bind", refuse)
     assert checks.loopback().level == "fail"
 
 

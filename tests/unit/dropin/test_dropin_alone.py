@@ -26,7 +26,7 @@ def engine(request: pytest.FixtureRequest) -> MemoryEngine:
 
 
 @pytest.fixture
-def told(engine: MemoryEngine) -> Callable[[Callable[[Rounds], Any]], list[Any]]:
+def told(engine: MemoryEngine) -> Callable[[Callable[..., Any]], list[Any]]:
     """All workers at once."""
     pair = workers(engine) if len(engine.hosts) > 1 else [Rounds(Receiver(engine.hosts[0]), Peers(0, 1, None, 5), cast=False)]
     return lambda action: both(pair, action)
@@ -84,9 +84,9 @@ def test_nothing_is_put_with_what_came_another_way(engine: MemoryEngine, told: A
     assert engine.fingerprint() == MemoryEngine(attention(2), tp=len(engine.hosts)).fingerprint()
 
 
-def test_what_no_worker_reads_is_left_out(engine: MemoryEngine, told: Any) -> None:
+def test_what_no_worker_reads_is_left_out(engine: MemoryEngine, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for host in engine.hosts:
-        host.load = skipping(host.load)  # type: ignore[method-assign]
+        monkeypatch.setattr(host, "load", skipping(host.load))
     for seed in (2, 3):
         told(lambda rounds, seed=seed: send(rounds, {**attention(seed), "lm_head.inv_freq": torch.rand(7)}, last=None))
         assert engine.fingerprint() == MemoryEngine(attention(seed), tp=len(engine.hosts)).fingerprint()

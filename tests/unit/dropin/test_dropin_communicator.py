@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
@@ -34,7 +34,7 @@ def group(size: int, timeout: float = 10) -> list[Communicator]:
     return at_once([lambda rank=rank: join("127.0.0.1", port, rank, size, CPU, timeout) for rank in range(size)])
 
 
-def at_once(actions: list[Callable[[], Any]]) -> list[Any]:
+def at_once(actions: Sequence[Callable[..., Any]]) -> list[Any]:
     with ThreadPoolExecutor(len(actions)) as pool:
         return [future.result(30) for future in [pool.submit(action) for action in actions]]
 

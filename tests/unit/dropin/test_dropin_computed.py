@@ -49,7 +49,7 @@ def test_the_first_update_ends_with_the_next_and_later_ones_by_themselves(rounds
     with caplog.at_level(logging.WARNING, "instep"):
         send(rounds, weights(1.0))
     assert "this update ends when the next begins, or with finish_update(): the loader computes a" in caplog.text
-    assert rounds.receiver.version is None
+    assert not rounds.receiver.version
     rounds.add("a.up", weights(2.0)["a.up"].clone, last=None)
     assert (rounds.receiver.version, serves(rounds)) == ("round-1", {1.0})
     send(rounds, {name: tensor for name, tensor in weights(2.0).items() if name != "a.up"})

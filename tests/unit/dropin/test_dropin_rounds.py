@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.call_by_call import fill, serves, weights
 from helpers.toys import Checkpoint, ToyHost, attention
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from instep.dropin.peers import Peers
 from instep.dropin.rounds import Rounds
@@ -155,11 +155,11 @@ class TestRoundsThatEndByThemselves:
         rounds.add("b.weight", weights(5.0)["b.weight"].clone, last=None)  # by one that goes on
         assert serves(host, 5.0)
 
-    def test_a_tied_head_that_comes_after_the_end_belongs_to_the_round(self) -> None:
+    def test_a_tied_head_that_comes_after_the_end_belongs_to_the_round(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tensors = attention(1)
         engine = MemoryEngine(tensors)
         rounds = Rounds(Receiver(engine.hosts[0]), Peers(0, 1, None, 5), cast=False)
-        engine.hosts[0].load = skipping(engine.hosts[0].load)  # type: ignore[method-assign]
+        monkeypatch.setattr(engine.hosts[0], "load", skipping(engine.hosts[0].load))
         new = attention(2)
         for version in (new, attention(3)):
             send(rounds, {**version, "lm_head.weight": version["model.embed_tokens.weight"]}, last=None)
@@ -177,9 +177,9 @@ def skipping(load: Callable[[Any], None]) -> Callable[[Any], None]:
     return lambda tensors: load((name, tensor) for name, tensor in tensors if not name.startswith("lm_head"))
 
 
-def test_a_tied_head_is_known_by_its_bytes() -> None:
+def test_a_tied_head_is_known_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = MemoryEngine(attention(1))
-    engine.hosts[0].load = skipping(engine.hosts[0].load)  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.hosts[0], "load", skipping(engine.hosts[0].load))
     rounds = Rounds(Receiver(engine.hosts[0]), Peers(0, 1, None, 5), cast=False)
     for seed in (2, 3):
         send(rounds, {"lm_head.weight": attention(seed)["model.embed_tokens.weight"], **attention(seed)})
@@ -274,7 +274,7 @@ def workers(engine: MemoryEngine, *, timeout: float = 10, store: Any = None) -> 
     return [Rounds(Receiver(host), Peers(host.rank, 2, store, timeout), cast=False) for host in engine.hosts]
 
 
-def both(pair: list[Rounds], action: Callable[[Rounds], Any], fails: type[Exception] | None = None) -> list[Any]:
+def both(pair: list[Rounds], action: Callable[..., Any], fails: type[Exception] | None = None) -> list[Any]:
     """At the same time, as an engine tells its workers."""
 
     def one(rounds: Rounds) -> Any:

@@ -46,7 +46,7 @@ def test_a_module_is_sent_under_the_names_it_is_saved_under() -> None:
     assert list(get_model_metadata(model)) == ["norm.weight", "norm.bias"]
     assert get_model_metadata(model)["norm.bias"] == (torch.float32, torch.Size([4]))
     joined(engine, model).update_weights()
-    assert engine.hosts[0].model.norm.weight.tolist() == [3.0] * 4
+    assert engine.hosts[0].model.get_parameter("norm.weight").tolist() == [3.0] * 4
 
 
 def test_nothing_is_sent_that_was_not_announced() -> None:
@@ -97,7 +97,7 @@ def test_a_tied_name_may_be_announced_or_not() -> None:
         engine = MemoryEngine({"embed.weight": torch.zeros(4, 4)})
         sender.init_all_workers_group(metadata, engine)
         sender.update_weights()
-        assert torch.equal(engine.hosts[0].model.embed.weight, tied.embed.weight)
+        assert torch.equal(engine.hosts[0].model.get_parameter("embed.weight"), tied.embed.weight)
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:

@@ -102,8 +102,8 @@ def test_the_transports_of_both_sides_meet() -> None:
         each.result(60)
     assert trainer.check_connection()
     assert worker.check_connection()
-    assert trainer.send_weights("vllm_model", NEW) is None  # type: ignore[func-returns-value]
-    assert worker.receive_weights() is None  # type: ignore[func-returns-value]
+    assert trainer.send_weights("vllm_model", NEW) is None
+    assert worker.receive_weights() is None
     assert holds(engine) == "new"
     with pytest.raises(ConfigError, match="rank 0 sends"):
         worker.send_weights("vllm_model", LATER)

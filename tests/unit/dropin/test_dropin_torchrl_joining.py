@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.dropin_pairs import LATER, METADATA, NEW, OLD, holds, joined, pair, start
+from helpers.toys import bare
 
 from instep import MemoryEngine
 from instep.dropin.torchrl import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
@@ -129,7 +130,7 @@ class TestFirstGeneration:
 
     @pytest.mark.parametrize("path", ["policy", "policies[0]", "models['actor']", 'models["actor"].model'])
     def test_a_path_leads_to_a_policy_or_to_its_engine(self, path: str) -> None:
-        policy = torch.nn.Module()
+        policy = bare()
         policy.model = engine = MemoryEngine(OLD)
         context = SimpleNamespace(policy=policy, policies=[policy], models={"actor": policy})
         receiver = VLLMWeightSyncScheme(timeout=20).create_receiver()

@@ -133,7 +133,7 @@ def test_a_trainer_that_goes_while_the_engine_is_paused_is_not_waited_for(clock:
 
 
 def test_what_a_trainer_had_prepared_keeps_nobody_away_when_its_connection_breaks(clock: Clock) -> None:
-    engine = MemoryEngine(OLD)
+    engine: Any = MemoryEngine(OLD)
     sync, way, endpoint = trainer(engine)
     way.point, way.after = "prepare", True
     with pytest.raises(SyncError):
@@ -252,7 +252,7 @@ def test_a_trainer_that_dies_when_the_engine_goes_on_keeps_nobody_away(clock: Cl
 
 
 def test_a_trainer_that_dies_in_a_failed_commit_keeps_nobody_away(clock: Clock) -> None:
-    engine = MemoryEngine(OLD)
+    engine: Any = MemoryEngine(OLD)
     engine.inject("tensor", tensor=3)
     sync, way, endpoint = trainer(engine)
     way.point, way.after = "refuse", True

@@ -74,7 +74,7 @@ def test_old_numbers_are_refused() -> None:
 
 async def lose(at: Served, route: str, body: bytes) -> None:
     """A request whose connection ends while the engine is at work."""
-    messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
 
     async def receive() -> dict[str, Any]:
         return messages.pop(0)

@@ -75,7 +75,7 @@ def test_calls_carry_a_dtype_as_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
         def enc_hook(self, obj: Any) -> Any:
             raise TypeError(f"{type(obj)} is not serializable")
 
-    monkeypatch.setitem(sys.modules, "vllm.v1.serial_utils", SimpleNamespace(MsgpackEncoder=Encoder))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.v1.serial_utils", SimpleNamespace(MsgpackEncoder=Encoder))
     install(monkeypatch, (0, 32))
     vllm_plugin.register()
     vllm_plugin.register()
@@ -170,7 +170,7 @@ def test_a_worker_that_gets_something_else_than_the_others_ends_the_update(
     engine = Engine(newest, 2, monkeypatch)
     engine.call("init_weight_transfer_engine", {"timeout": 0.2})
     engine.call("start_weight_update")
-    engine.workers[0].weight_transfer_engine.parse_update_info = lambda given: {}["nothing"]
+    engine.workers[0].weight_transfer_engine.parse_update_info = dict[str, Any]().__getitem__
     with pytest.raises(RuntimeError, match=r"did not answer hello within 0\.2 s: nothing came from rank 0"):
         engine.call("update_weights", publisher.update_info("v1"))
     del engine.workers[0].weight_transfer_engine.parse_update_info

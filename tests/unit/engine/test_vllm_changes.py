@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from helpers.named_weights import WEIGHTS, Trainer, engine_named, serves
+from helpers.toys import bare
 
 from instep.engine.vllm.changes import watch
 from instep.errors import PlanError
@@ -18,7 +18,7 @@ class Worker:
 
     def __init__(self, *, sleeps: bool = True) -> None:
         self.engine = engine_named()
-        self.model = torch.nn.Module()
+        self.model = bare()
         self.model.load_weights = lambda weights: None
         config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps), weight_transfer_config=None)
         self.vllm_config, self.called = config, list[Any]()

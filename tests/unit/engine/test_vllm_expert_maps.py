@@ -52,12 +52,13 @@ def checkpoint(seed: int) -> Checkpoint:
 
 def engine(*experts: Iterable[int]) -> MemoryEngine:
     """A worker for each."""
-    made = MemoryEngine({"w": torch.zeros(1)}, tp=len(experts))
-    made.hosts = [Worker(rank, len(experts), of) for rank, of in enumerate(experts)]  # type: ignore[assignment]
+    made: Any = MemoryEngine({"w": torch.zeros(1)}, tp=len(experts))
+    made.hosts = [Worker(rank, len(experts), of) for rank, of in enumerate(experts)]
     for host in made.hosts:
         vars(host).update(fail_at=None, failed=False)
     made.receivers = [Receiver(host) for host in made.hosts]
-    return made
+    engine: MemoryEngine = made
+    return engine
 
 
 @pytest.mark.usefixtures("segments")

@@ -21,6 +21,7 @@ class Tied(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Module(), nn.Module()
         weight = nn.Parameter(torch.zeros(2, 2))
+        layer: Any
         for layer in (self.embedding, self.head):
             layer.register_parameter("weight", weight)
             layer.quant_method = SimpleNamespace(process_weights_after_loading=process)
@@ -49,7 +50,7 @@ def test_hooks_after_loading_run_within_vllms_configuration(
 
 
 def test_the_bias_of_a_padded_head_must_be_filled() -> None:
-    head = nn.Module()
+    head: Any = nn.Module()
     head.weight, head.bias = nn.Parameter(torch.zeros(8, 6)), nn.Parameter(torch.zeros(8))
     head.shard_indices = SimpleNamespace(num_org_elements=5, num_added_elements=0)
     head.num_embeddings_per_partition, head.embedding_dim = 8, 6

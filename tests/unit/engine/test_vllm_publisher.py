@@ -28,7 +28,7 @@ def manifest(update_info: dict[str, Any]) -> Manifest:
 
 
 def published(found: Manifest) -> Checkpoint:
-    reader = open_location(found, WorkerContext("a worker", 5.0))
+    reader: Any = open_location(found, WorkerContext("a worker", 5.0))
     tensors = {meta.name: reader.tensor(meta).clone() for meta in found.tensors}
     assert reader.close()
     return tensors
@@ -64,7 +64,7 @@ def test_floating_point_numbers_are_rounded_to_the_dtype(segments: Path) -> None
 
 def test_a_version_that_an_engine_has_opened_is_not_overwritten(publisher: WeightPublisher, segments: Path) -> None:
     first = manifest(publisher.update_info("v1"))
-    reader = open_location(first, WorkerContext("a worker", 5.0))
+    reader: Any = open_location(first, WorkerContext("a worker", 5.0))
     publisher._source = MappingSource(attention(2))
     publisher.update_info("v2")
     assert len(list(segments.iterdir())) == 1
@@ -127,7 +127,7 @@ class OldClient(Client):
 
 
 def weight_source(vllm: Any) -> Any:
-    class Source(vllm.WeightSource):  # type: ignore[misc]
+    class Source(vllm.WeightSource):
         passes = 0
 
         def metadata(self) -> list[Any]:

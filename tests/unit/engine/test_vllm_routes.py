@@ -21,6 +21,7 @@ from instep.engine.remote import http_token
 from instep.engine.remote.http_control import Served
 from instep.engine.remote.rpc import LocalRpc, RemoteEngine
 from instep.engine.vllm import routes as vllm_routes
+from instep.engine.vllm.config import EXTENSION
 from instep.engine.vllm.routes import EndpointPlugin, VllmControl, served_of
 from instep.errors import ConfigError
 
@@ -196,14 +197,21 @@ def test_vllms_flags_go_to_vllm_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def arguments(**given: Any) -> Namespace:
-    defaults = {"host": None, "uds": None, "headless": False, "middleware": [], "api_server_count": None, "worker_extension_cls": ""}
+    defaults: dict[str, Any] = {
+        "host": None,
+        "uds": None,
+        "headless": False,
+        "middleware": [],
+        "api_server_count": None,
+        "worker_extension_cls": "",
+    }
     return Namespace(**{**defaults, **given})
 
 
 def test_a_server_without_a_token_keeps_to_the_loopback_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments()
     serve.prepare(args, None)
-    assert (args.host, args.api_server_count, args.worker_extension_cls) == ("127.0.0.1", 1, serve.EXTENSION)
+    assert (args.host, args.api_server_count, args.worker_extension_cls) == ("127.0.0.1", 1, EXTENSION)
     assert args.middleware == [serve.CONTROL]
     assert "127.0.0.1 only" in capsys.readouterr().err
     serve.prepare(arguments(host="::1"), None)

@@ -27,7 +27,7 @@ def for_ever() -> None:
 def test_what_is_in_time_is_returned_or_raised() -> None:
     assert run(in_time(lambda: 3, 5.0)) == 3
     with pytest.raises(KeyError):
-        run(in_time(lambda: {}["x"], 5.0))
+        run(in_time(lambda: dict[str, int]()["x"], 5.0))
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         run(in_time(lambda: exec("raise SystemExit(3)"), 5.0))
 

@@ -120,11 +120,11 @@ def test_a_place_is_the_rows_that_it_tells_of() -> None:
 def test_regions_of_one_shape_are_rows_of_as_many_strides_as_they_take(data: st.DataObject, shape: list[int]) -> None:
     strides = []
     for _ in range(2):
-        step, found = 1, []
+        step, steps = 1, []
         for size in reversed(shape):
-            found.append(step)
+            steps.append(step)
             step = step * size + (data.draw(st.integers(0, 3)) if step * size > 1 else 0)
-        strides.append(tuple(reversed(found)))
+        strides.append(tuple(reversed(steps)))
     tensor, memory = Region(2, tuple(shape), strides[0]), Region(5, tuple(shape), strides[1])
     wanted = sorted(zip(indices(tensor).tolist(), indices(memory).tolist(), strict=True))
     found = list(all_rows(tensor, memory))

@@ -18,6 +18,7 @@ from instep.ranks.run import Run
 
 CPU = torch.device("cpu")
 RUN = Run([TensorMeta(name, "uint8", (ALIGN,)) for name in "abc"], {0: []})
+MEMORY: Any = dict.__getitem__
 STRETCHES = [ByteRange(False, at, at + ALIGN) for at in range(0, RUN.size, ALIGN)]
 
 
@@ -99,7 +100,7 @@ def test_a_rank_that_ends_is_seen_while_a_device_waits_for_it() -> None:
 def test_one_question_brings_all_stretches_and_its_answer_is_there_before_the_last() -> None:
     device, channel = Device(), Asking()
     rooms = [torch.empty(ALIGN, dtype=torch.uint8) for _ in STRETCHES]
-    for room, taken in zip(rooms, take_all(meeting(device, channel), RUN, dict.__getitem__, CPU, STRETCHES, iter(rooms)), strict=True):
+    for room, taken in zip(rooms, take_all(meeting(device, channel), RUN, MEMORY, CPU, STRETCHES, iter(rooms)), strict=True):
         assert room is taken
         channel.log.append("taken")
     assert channel.log == ["give 3", "taken", "taken", "answered", "taken"]
@@ -109,7 +110,7 @@ def test_one_question_brings_all_stretches_and_its_answer_is_there_before_the_la
 def test_a_list_that_rank_0_leaves_in_the_middle_ends_the_waits_of_all() -> None:
     device = Device()
     here = meeting(device, Asking())
-    taken = take_all(here, RUN, dict.__getitem__, CPU, STRETCHES, (torch.empty(ALIGN, dtype=torch.uint8) for _ in STRETCHES))
+    taken: Any = take_all(here, RUN, MEMORY, CPU, STRETCHES, (torch.empty(ALIGN, dtype=torch.uint8) for _ in STRETCHES))
     next(taken)
     taken.close()
     assert device.said == ["trainer rank 0: it was stopped", "closed"]

@@ -62,7 +62,7 @@ def test_parts_that_are_sent_together_do_not_overlap_and_take_no_more_than_where
                 size = meta.nbytes // meta.numel
                 assert at >= end
                 assert at % size == 0
-                end = at + part.numel * size
+                end = at + part.rows.numel * size
             assert end == run.nbytes(rank, low, high) <= high - low
 
 

@@ -22,14 +22,15 @@ class Router(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.bias: torch.Tensor
         self.lin = nn.Linear(4, 4)
         self.register_buffer("bias", torch.zeros(4))
         self.register_buffer("cache", torch.zeros(4), persistent=False)
         self.register_buffer("scale", torch.ones(()))
 
 
-def fill(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    known = dict(model.named_parameters()) | {"bias": model.bias, "cache": model.cache}  # type: ignore[dict-item]
+def fill(model: Any, name: str, tensor: torch.Tensor) -> None:
+    known = dict(model.named_parameters()) | {"bias": model.bias, "cache": model.cache}
     known[name].copy_(tensor)
 
 
@@ -74,10 +75,10 @@ def test_statistics_of_a_batch_norm_are_asked_for() -> None:
     def load(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         (dict(model.named_parameters()) | dict(model.named_buffers()))[name].copy_(tensor)
 
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(PlanError, match=r"fills the buffer 1\.(running_mean|running_var|num_batches_tracked)"):
         push(ToyEngine(ToyHost(model, load)), dict(model.named_parameters()))
-    trainer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    trainer: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     trainer(torch.randn(8, 3))
     push(ToyEngine(ToyHost(model, load)), trainer)
     assert torch.equal(model[1].running_var, trainer[1].running_var)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.toys import Checkpoint, ToyHost, push, start
+from helpers.toys import Checkpoint, ToyHost, bare, push, start
 from torch import nn
 
 from instep.receiver.evidence import Holdings
@@ -55,7 +55,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.beside = nn.Linear(ROWS, ROWS, bias=False), nn.Module()
+        self.a: Any = nn.Linear(ROWS, ROWS, bias=False)
+        self.beside = bare()
         self.other = nn.Linear(3, 3, bias=False)
         self.beside.box = {"x": {"y": [{}]}}
         self.beside.slotted, self.beside.plain, self.beside.cache = Slotted(), Plain(), Cache()
@@ -246,7 +247,7 @@ def test_what_does_not_follow_from_weights_keeps_no_layer_from_being_copied(kind
 
 def test_what_two_layers_share_keeps_both_on_reload() -> None:
     """The session renews it for layers that it loads, and only then."""
-    model, shared = nn.Module(), Plain()
+    model, shared = bare(), Plain()
     model.a, model.b, model.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
     model.a.impl, model.b.impl = [shared], {"x": shared}
     host = ToyHost(model, fill, lambda model: setattr(shared, "kept", model.a.weight + model.b.weight))

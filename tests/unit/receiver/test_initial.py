@@ -27,6 +27,7 @@ class Layer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, 6))
         self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.run: Any
         self.calls, self.seen = 0, None
         self.quant_method = SimpleNamespace()
 

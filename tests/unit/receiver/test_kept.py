@@ -21,7 +21,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(6, 4, bias=False), nn.Linear(3, 5, bias=False)
-        self.a.method = SimpleNamespace(kind="plain")
+        vars(self.a)["method"] = SimpleNamespace(kind="plain")
 
 
 def fill(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -107,6 +107,7 @@ def test_an_engine_that_failed_takes_the_next_version_through_its_own_loader(hos
         sessions = host.sessions
         sync.push("two")
         assert host.sessions == sessions + 2
+        assert engine.receiver.applier
         assert engine.receiver.applier.direct == {"a", "b"}
 
 

@@ -123,7 +123,8 @@ def fill(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_convolution_with_channels_last_is_copied_directly(transport: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    served = Convolution().to(memory_format=torch.channels_last, dtype=dtype)
+    served: Any = Convolution().to(dtype)
+    served = served.to(memory_format=torch.channels_last)
     trainer = Convolution().to(dtype)
     host = ToyHost(served, fill)
     with WeightSync(trainer, [ToyEngine(host)], transport=transport, timeout=20) as sync:

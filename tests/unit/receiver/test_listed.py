@@ -104,7 +104,7 @@ def test_what_is_no_engine_changes_nothing() -> None:
     assert names(trainer.sync) == ["memory"]
 
 
-def test_one_that_has_died_may_be_given_again() -> None:
+def test_one_that_has_died_may_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same handle, behind which a supervisor has started another process."""
     engine, stays = engine_named("one"), engine_named("stays")
     trainer = Trainer(engine, stays)
@@ -119,7 +119,7 @@ def test_one_that_has_died_may_be_given_again() -> None:
             engine.dead = False
         return await call(*arguments)
 
-    engine.call = hello  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "call", hello)
     assert [one.engine for one in trainer.sync.catch_up(engine).engines] == ["one"]
     assert sorted(names(trainer.sync)) == ["one", "stays"]
     trainer.push("v2", "b")

@@ -37,11 +37,11 @@ def fill_one(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     model.get_parameter(name).copy_(tensor)
 
 
-def pack(layer: nn.Module) -> None:
+def pack(layer: Any) -> None:
     layer.packed = layer.weight.t().contiguous()
 
 
-def pack_all(model: nn.Module) -> None:
+def pack_all(model: Any) -> None:
     pack(model.a)
     pack(model.b)
 
@@ -158,7 +158,7 @@ def nothing(layer: nn.Module) -> None:
     pass
 
 
-def wrong(layer: nn.Module) -> None:
+def wrong(layer: Any) -> None:
     layer.packed = layer.weight.t().contiguous() + 1
 
 

@@ -166,9 +166,10 @@ def test_the_first_version_goes_to_the_loader_as_it_comes(monkeypatch: pytest.Mo
             for name, tensor in tensors:
                 if not tensor.is_meta:
                     (receiver,) = (receiver for receiver in engine.receivers if receiver.host is self)
-                    reader = receiver.prepared.reader  # type: ignore[union-attr]
-                    assert not reader.buckets.under_way  # type: ignore[attr-defined]
-                    arrived[self.rank].append(reader.buckets.arrived)  # type: ignore[attr-defined]
+                    assert receiver.prepared
+                    reader: Any = receiver.prepared.reader
+                    assert not reader.buckets.under_way
+                    arrived[self.rank].append(reader.buckets.arrived)
                 yield name, tensor
 
         load(self, each())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ class Poisoned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((4, 6), POISON))
+        self.table: torch.Tensor
         self.register_buffer("table", torch.full((4, 6), POISON))
         self.scratch = torch.full((4, 6), POISON)
         self.kept = {"by expert": [torch.full((4, 6), POISON)]}
@@ -49,7 +51,7 @@ WAYS: dict[str, Write] = {
     "a list of tensors": lambda live, x: torch._foreach_add_([live], 1.0),
     "out=": lambda live, x: torch.add(torch.ones(4, 6), 1, out=live),
     "a copy of made values": lambda live, x: live.copy_(torch.ones(4, 6)),
-    "another storage": lambda live, x: live.set_(torch.ones(4, 6)),
+    "another storage": lambda live, x: live.set_(torch.ones(4, 6).untyped_storage()),
     "resize": lambda live, x: live.resize_(2, 2),
 }
 PLACES: dict[str, tuple[Callable[[Poisoned, dict[str, torch.Tensor]], torch.Tensor], str]] = {
@@ -160,6 +162,8 @@ def test_parameters_that_a_loader_makes_anew_are_traced(
         replayed = torch.zeros_like(loaded.weight)
         for route in plan.routes:
             if route.tensor is not None:
+                assert route.source is not None
+                assert route.target is not None
                 view(replayed, route.target).copy_(view(X, route.source))
         assert torch.equal(replayed, loaded.weight)
 
@@ -187,7 +191,7 @@ def test_a_loader_may_gather_a_tensor_in_memory_of_its_own() -> None:
 def test_attributes_that_a_loader_sets_are_as_they_were_after_the_trace() -> None:
     """... or the model would go on with tensors that have no bytes."""
 
-    def load(model: Poisoned, name: str, tensor: torch.Tensor) -> None:
+    def load(model: Any, name: str, tensor: torch.Tensor) -> None:
         model.weight.copy_(tensor)
         model.scratch = tensor.clone()
         model.loaded = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,10 @@ def test_a_loader_that_does_not_know_a_tensor_asks_for_the_checkpoint_s_names(er
 
 
 def test_a_loader_that_fails_in_another_way_is_not_said_to_miss_names() -> None:
-    text = str(refused(lambda w, x: w.no_such_attribute))
+    def load(w: Any, x: torch.Tensor) -> None:
+        w.no_such_attribute()
+
+    text = str(refused(load))
     assert "refuses w [4, 6]: AttributeError" in text
     assert "If they are the same, the loader fails on tensors without bytes" in text
 

@@ -130,7 +130,7 @@ def test_names_and_tensors_are_those_of_the_state_dict() -> None:
 
 
 def test_a_source_describes_itself_anew_only_when_its_structure_has_changed() -> None:
-    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    module: Any = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     source = ModuleSource(module)
     before, stamp = source.metadata(), source.stamp()
     with torch.no_grad():

@@ -148,7 +148,7 @@ def _quantise(param: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_cannot_be_read_whole_is_refused_by_name(spoil: Any, text: str) -> None:
-    model = torch.compile(llama())
+    model: Any = torch.compile(llama())
     source = ModuleSource(model)
     source.metadata()
     layer = model._orig_mod.model.layers[1].mlp.up_proj
@@ -233,7 +233,8 @@ def test_score_is_the_log_softmax_of_the_forward() -> None:
     model.model.norm.eval()
     flags = [module.training for module in model.modules()]
     state, grads = torch.get_rng_state(), [param.requires_grad for param in model.parameters()]
-    scores = ModuleSource(torch.compile(model)).score(tokens)
+    compiled: Any = torch.compile(model)
+    scores = ModuleSource(compiled).score(tokens)
     assert flags == [module.training for module in model.modules()]
     assert torch.equal(state, torch.get_rng_state())
     assert grads == [param.requires_grad for param in model.parameters()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from instep.source.guarded import Guarded
 from instep.source.module import MappingSource, ModuleSource
 
 
-def model() -> nn.Module:
+def model() -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
 

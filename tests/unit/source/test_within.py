@@ -99,21 +99,28 @@ def test_names_with_a_prefix_are_advised_without_it(prefix: str) -> None:
 
 def test_names_of_a_compiled_models_state_dict_are_the_models() -> None:
     model, target = Model(), engine()
-    with WeightSync(torch.compile(model).state_dict(), [target]) as sync:
+    compiled: Any = torch.compile(model)
+    with WeightSync(compiled.state_dict(), [target]) as sync:
         sync.push("v1")
     assert is_fresh(target, model.state_dict())
 
 
 @pytest.fixture
 def alone_in_its_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone_in_its_group")
 def test_a_model_in_a_sharded_wrapper_is_named_and_fits() -> None:
-    source, target = fully_shard(Wrapper(), mesh=init_device_mesh("cpu", (1,))), engine()
+    source: Any = fully_shard(Wrapper(), mesh=init_device_mesh("cpu", (1,)))
+    target = engine()
     inner = advised(source, target)
     assert inner is source.policy
     with WeightSync(inner, [target]) as sync:

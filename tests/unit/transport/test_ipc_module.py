@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.toys import ToyHost
 from torch import nn
 
 from instep import WeightSync
 from instep.transport.ipc.export import Exposed
-from unit.transport.test_ipc import Layers, ToyEngine, ToyHost, card, fill, holds
+from unit.transport.test_ipc import Layers, ToyEngine, card, fill, holds
 
 __all__ = ["card"]  # a fixture
 

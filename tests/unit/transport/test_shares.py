@@ -49,7 +49,7 @@ def test_a_wrong_byte_is_found_by_the_worker_whose_share_it_is_in(rank: int, blo
     fingerprint = engine.fingerprint()
 
     def wrong(manifest: Manifest, me: WorkerContext) -> Any:
-        reader = open_location(manifest, me)
+        reader: Any = open_location(manifest, me)
         reader.bytes = reader.bytes.copy()
         reader.bytes[block * BLOCK_BYTES if block >= 0 else len(reader.bytes) - BLOCK_BYTES] ^= np.uint8(1)
         return reader
@@ -74,7 +74,7 @@ def test_a_worker_that_tells_nothing_or_something_else_is_no_proof(told: dict[st
     engine = MemoryEngine(checkpoint(seed=0), tp=2)
 
     def silent(manifest: Manifest, me: WorkerContext) -> Any:
-        reader = open_location(manifest, me)
+        reader: Any = open_location(manifest, me)
         reader.arrive = lambda _: dict(told)
         return reader
 

@@ -12,7 +12,6 @@ from helpers.named_weights import WEIGHTS, Trainer, engine_named, serves
 
 from instep.errors import TransportError, VersionConflict
 from instep.transport.auto import SKIPPED, AutoTransport
-from instep.transport.shm import segment as shm
 
 pytestmark = pytest.mark.usefixtures("segments")
 
@@ -22,7 +21,7 @@ class Files:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full, self.tried, self.open = False, 0, os.open
-        monkeypatch.setattr(shm.os, "open", self)
+        monkeypatch.setattr(os, "open", self)
 
     def __call__(self, path: Any, flags: int, *mode: int) -> int:
         if not flags & os.O_RDWR and str(path).rpartition("/")[2].startswith("instep-"):

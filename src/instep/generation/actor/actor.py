@@ -17,7 +17,6 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from instep.engine.serving import KVCacheInfo, ModelDims, Serving
@@ -101,55 +100,31 @@ class LLMActor(Follower):
         self._serving: Serving | None = None
         self._background, self._turn, self._update = Background(name, self._failed), asyncio.Lock(), Update()
         settings = Settings(
-            prompt_queue,
-            results_queue,
-            eval_results_queue,
-            actor_manager,
-            max_staleness,
-            max_samples,
-            await_weights,
-            mask_tool_use,
-            observer,
-        )
+            prompt_queue, results_queue, eval_results_queue, actor_manager,
+            max_staleness, max_samples, await_weights, mask_tool_use, observer,
+        )  # fmt: skip
+
+        async def begin() -> None:
+            toolset = await ToolSet.connect(tools)  # before the engine: a wrong tool is told at once
+            serving = self._serving = await start()
+            allowed = limits or Limits(max_model_len=serving.kv_cache.max_model_len, **calls)
+            harness = _harness(serving, tokenizer, allowed, toolset, tool_parser)
+            self._client = EngineClient(serving)
+            self._work = Work(self.name, self._background, serving, self._client, harness, reward_config, settings)
+            self._work.begin()
+            if http:
+                sock = socket.create_server(("127.0.0.1", 0))  # listens from here on: nobody else can get its port
+                self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+                self._background.start(serving.serve(sock))
+
         calls = {} if max_tool_calls is None else {"max_tool_calls": max_tool_calls}
-        allowed = limits or partial(Limits, **calls)
         try:
-            self._background.run(self._start(start, tokenizer, allowed, tools, tool_parser, reward_config, settings, http), start_timeout)
+            self._background.run(begin(), start_timeout)
         except BaseException as error:
             self.stop(drain=False)
             if isinstance(error, TimeoutError):
                 raise EngineTimeout(f"{name} did not start within {start_timeout:g} s") from None
             raise
-
-    async def _start(
-        self,
-        start: Callable[[], Awaitable[Serving]],
-        tokenizer: Tokenizer | None,
-        limits: Limits | Callable[..., Limits],
-        tools: Sequence[Any],
-        tool_parser: Callable[[Tokenizer], ToolParser] | None,
-        reward_config: RewardConfig | DatasetRewards | None,
-        settings: Settings,
-        http: bool,
-    ) -> None:
-        toolset = await ToolSet.connect(tools)  # before the engine: a wrong tool is told at once
-        serving = self._serving = await start()
-        context = serving.kv_cache.max_model_len
-        limits = limits if isinstance(limits, Limits) else limits(max_model_len=context)
-        if limits.max_model_len > context:
-            raise ConfigError(f"limits.max_model_len is {limits.max_model_len}, the engine's context {context} tokens")
-        tokenizer = tokenizer or serving.tokenizer
-        if tokenizer is None:
-            raise ConfigError("the engine has no tokenizer: give one")
-        parser = tool_parser(tokenizer) if tool_parser else None
-        harness = Harness(tokenizer, limits, toolset, parser)
-        self._client = EngineClient(serving, None)
-        self._work = Work(self.name, self._background, serving, self._client, harness, reward_config, settings)
-        self._work.begin()
-        if http:
-            sock = socket.create_server(("127.0.0.1", 0))  # listens from here on: nobody else can get its port
-            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-            self._background.start(serving.serve(sock))
 
     # Prompts
 
@@ -237,16 +212,30 @@ class LLMActor(Follower):
         return self._background.run(coroutine, CONTROL)
 
 
+def _harness(
+    serving: Serving,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    tools: ToolSet,
+    tool_parser: Callable[[Tokenizer], ToolParser] | None,
+) -> Harness:
+    context = serving.kv_cache.max_model_len
+    if limits.max_model_len > context:
+        raise ConfigError(f"limits.max_model_len is {limits.max_model_len}, the engine's context {context} tokens")
+    tokenizer = tokenizer or serving.tokenizer
+    if tokenizer is None:
+        raise ConfigError("the engine has no tokenizer: give one")
+    return Harness(tokenizer, limits, tools, tool_parser(tokenizer) if tool_parser else None)
+
+
 def check_queues(prompt_queue: Any, results_queue: Any, eval_results_queue: Any, actor_manager: Any) -> None:
     """Raises `ConfigError` for an object that is no queue or no manager, and for a prompt queue
     without a results queue."""
     if prompt_queue is not None and results_queue is None:
         raise ConfigError("prompts come by a queue, but there is no results_queue for what is made of them")
-    uses = (
-        ("prompt_queue", prompt_queue, "get"),
-        ("results_queue", results_queue, "put"),
-        ("eval_results_queue", eval_results_queue, "put"),
-    )
-    for name, given, method in (*uses, ("actor_manager", actor_manager, "should_stop")):
+    for name, given, method in (
+        ("prompt_queue", prompt_queue, "get"), ("results_queue", results_queue, "put"),
+        ("eval_results_queue", eval_results_queue, "put"), ("actor_manager", actor_manager, "should_stop"),
+    ):  # fmt: skip
         if given is not None and not hasattr(given, method) and not hasattr(given, f"{method}_async"):
             raise ConfigError(f"{name} is a {type(given).__name__}, which has no {method}")

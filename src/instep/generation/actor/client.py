@@ -75,10 +75,10 @@ class EngineClient:
     that begins after a push computes its context with the new weights.
     """
 
-    def __init__(self, serving: Serving, version: str | None) -> None:
+    def __init__(self, serving: Serving) -> None:
         self.serving = serving
         self.gate = Gate()
-        self.version = version
+        self.version: str | None = None
         """That a request which begins now is labelled with, where the engine itself does not say."""
         self._running: dict[RequestId, str] = {}
 

@@ -203,16 +203,15 @@ class Follower:
         try:
             async with asyncio.timeout(self.drain_timeout):
                 await gate.empty()
-        except TimeoutError:
+        except BaseException as error:
             left = gate.inside
             gate.open("update")
+            if not isinstance(error, TimeoutError):
+                raise
             raise EngineTimeout(
                 f"{self.name} did not end {left} turns within {self.drain_timeout:g} s",
                 next_step="it goes on with the weights it has: allow it more time, shorter turns, or inflight_updates=True",
             ) from None
-        except BaseException:
-            gate.open("update")
-            raise
 
     async def _resume(self, serving: Serving) -> None:
         await serving.weights.resume()

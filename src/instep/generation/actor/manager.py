@@ -7,7 +7,7 @@ import math
 import time
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from instep.errors import ConfigError, GenerationError
 
@@ -64,10 +64,7 @@ class ActorManager:
         """Returns JSON types: `should_stop`, and for each actor its last report and how many
         seconds ago it came."""
         now = time.monotonic()
-        actors = {
-            name: {**{field: getattr(status, field) for field in status.__struct_fields__}, "seconds_ago": now - when}
-            for name, (when, status) in self._actors.items()
-        }
+        actors = {name: {**structs.asdict(status), "seconds_ago": now - when} for name, (when, status) in self._actors.items()}
         return {"should_stop": self.should_stop(), "actors": actors}
 
     def check(self) -> None:

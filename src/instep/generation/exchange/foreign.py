@@ -61,32 +61,8 @@ def read(item: Any) -> PromptRequest:
 def give(result: GenerationResult) -> Any:
     """Returns the result in the form of the prompt's sender. For one of our own prompts, it is
     returned unchanged."""
-    item = result.request.metadata.get(SENT_AS)
-    if item is None:
-        return result
-    samples, request = result.samples, _own(result.request)
-    rewarded = any(sample.reward for sample in samples)
-    seconds = max((sample.seconds for sample in samples), default=0.0)
-    return _made(
-        item, "GenerationResult",
-        responses=[sample.token_ids for sample in samples],
-        finish_reasons=["stop" if sample.finish_reason == "done" else sample.finish_reason for sample in samples],
-        masks=[sample.mask for sample in samples],
-        request_info=request_info(samples, item),
-        index=request.index,
-        prompt_id=getattr(item, "prompt_id", None),
-        token_statistics=_made(
-            item, "TokenStatistics", num_prompt_tokens=len(request.prompt_token_ids),
-            num_response_tokens=sum(len(sample.token_ids) for sample in samples), generation_time=seconds,
-        ),
-        start_time=time.perf_counter() - seconds,
-        logprobs=[sample.logprobs for sample in samples],
-        reward_scores=[sample.reward.score if sample.reward else 0.0 for sample in samples] if rewarded else None,
-        reward_metrics=result.request.metadata.get(METRICS, {}) if rewarded else None,
-        error="; ".join(sample.error for sample in samples if sample.error) or None,
-        versions=[[(span.version, span.start, span.end) for span in sample.versions] for sample in samples],
-        request=request,
-    )  # fmt: skip
+    item, metrics = (result.request.metadata.get(key) for key in (SENT_AS, METRICS))
+    return result if item is None else _theirs(item, result.samples, _own(result.request), metrics or {})
 
 
 def refused(item: Any, why: str, *, rewarded: bool) -> Any:
@@ -98,15 +74,36 @@ def refused(item: Any, why: str, *, rewarded: bool) -> Any:
     except Exception:  # whatever was in the queue
         if isinstance(item, PromptRequest):
             return GenerationResult(request=item, samples=[_empty(RequestId(item.id, 0), why, reward)])
-        info = request_info([_empty(RequestId(PromptId("train", 0, ""), 0), why)], item)
-        index, name = getattr(item, "index", None), getattr(item, "prompt_id", None)
-        scores = [0.0] if rewarded else None
-        return _made(
-            item, "GenerationResult", responses=[[]], finish_reasons=["error"], masks=[[]], request_info=info, index=index,
-            prompt_id=name, logprobs=[[]], reward_scores=scores, reward_metrics={} if rewarded else None, error=why, request=None,
-        )  # fmt: skip
+        return _theirs(item, [_empty(RequestId(PromptId("train", 0, ""), 0), why, reward)], None, {})
     samples = [_empty(RequestId(request.id, index), why, reward) for index in range(request.sampling.n)]
     return give(GenerationResult(request=request, samples=samples))
+
+
+def _theirs(item: Any, samples: Sequence[Sample], request: PromptRequest | None, metrics: dict[str, Any]) -> Any:
+    """Makes the result for the sender of `item`. request: None where the item is no prompt."""
+    rewarded = any(sample.reward for sample in samples)
+    seconds = max((sample.seconds for sample in samples), default=0.0)
+    counts = request and _made(
+        item, "TokenStatistics", num_prompt_tokens=len(request.prompt_token_ids),
+        num_response_tokens=sum(len(sample.token_ids) for sample in samples), generation_time=seconds,
+    )  # fmt: skip
+    return _made(
+        item, "GenerationResult",
+        responses=[sample.token_ids for sample in samples],
+        finish_reasons=["stop" if sample.finish_reason == "done" else sample.finish_reason for sample in samples],
+        masks=[sample.mask for sample in samples],
+        request_info=request_info(samples, item),
+        index=getattr(item, "index", None),
+        prompt_id=getattr(item, "prompt_id", None),
+        token_statistics=counts,
+        start_time=time.perf_counter() - seconds,
+        logprobs=[sample.logprobs for sample in samples],
+        reward_scores=[sample.reward.score if sample.reward else 0.0 for sample in samples] if rewarded else None,
+        reward_metrics=metrics if rewarded else None,
+        error="; ".join(sample.error for sample in samples if sample.error) or None,
+        versions=[[(span.version, span.start, span.end) for span in sample.versions] for sample in samples],
+        request=request,
+    )  # fmt: skip
 
 
 def goes_to(item: Any) -> str:
@@ -160,6 +157,7 @@ def _empty(id: RequestId, why: str, reward: Reward | None = None) -> Sample:
 
 
 def _own(request: PromptRequest) -> PromptRequest:
+    """Returns the request without what this module has put into its metadata."""
     metadata = {key: value for key, value in request.metadata.items() if key not in (SENT_AS, METRICS)}
     return structs.replace(request, metadata=metadata)
 

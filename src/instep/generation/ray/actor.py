@@ -9,18 +9,12 @@ from functools import partial, wraps
 from inspect import iscoroutinefunction
 from typing import Any
 
-from instep.engine import CachePolicy
-from instep.engine.serving import KVCacheInfo, ModelDims
 from instep.engine.vllm.serving import start_vllm
 from instep.extras import needed_by
 from instep.generation.actor.actor import LLMActor
-from instep.generation.actor.follower import Status
-from instep.generation.actor.manager import ActorStatus
 from instep.generation.actor.work import BEAT
-from instep.generation.ray.arguments import CALLS, OWN, actor_options, engine_arguments
+from instep.generation.ray.arguments import OPTIONS, actor_options, engine_arguments
 from instep.generation.ray.metrics import ActorMetrics
-from instep.generation.types import PromptId
-from instep.protocol import Method
 
 with needed_by("a fleet of actors"):
     import ray
@@ -28,6 +22,16 @@ with needed_by("a fleet of actors"):
 GROUPS = {"control": 32, "generation": 4096}
 """Calls of one actor that may run at the same time, by group: see `grouped`."""
 OF_GENERATION = ("generate", "until_over")
+AT_ONCE = (
+    "generate", "ready", "check_background_threads", "kv_cache_info", "get_kv_cache_info", "get_model_dims",
+    "call", "pause", "resume", "label", "score", "refuse", "commit_at_once",
+)  # fmt: skip
+"""Methods of `LLMActor` that a `LLMRayActor` has too."""
+IN_A_THREAD = (
+    "cancel", "status", "reset_prefix_cache",
+    "init_process_group", "update_weight", "update_weight_cuda_ipc", "finish_update",
+)  # fmt: skip
+"""Further ones, which block until the actor's event loop has answered."""
 
 UNSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Trainers tell Ray so to leave the choice of GPUs to them."""
@@ -71,8 +75,9 @@ class LLMRayActor:
 
         actor = ray.remote(LLMRayActor).options(num_gpus=1).remote("model", prompt_queue=prompts, results_queue=results, max_model_len=4096)
 
-    args, kwargs: the model and vLLM's own arguments; those of `LLMActor` among the named ones are the actor's. A function that starts an
-        engine, in the place of the model, leaves none to vLLM.
+    args, kwargs: the model and vLLM's own arguments. Those of `LLMActor` among the named ones, and
+        those below, are the actor's. A function that starts an engine, in the place of the model,
+        leaves none to vLLM.
     tool_actors: handles of Ray actors with `safe_execute`, Open Instruct's tools. tool_parser_type: `legacy` (`<name>...</name>`),
         `dr_tulu`, or `vllm_NAME` with a tool parser of vLLM's. max_tool_calls: of one sample, over all tools. mask_tool_use: whether a
         sample's mask is 0 for tools' tokens.
@@ -89,20 +94,8 @@ class LLMRayActor:
         self,
         *args: Any,
         name: str = "actor",
-        tool_actors: Sequence[Any] | None = None,
-        tool_parser_type: str = "legacy",
-        max_tool_calls: int = CALLS,
-        mask_tool_use: bool = True,
-        bundle_indices: Sequence[int] | None = None,
-        prompt_queue: Any = None,
-        results_queue: Any = None,
-        eval_results_queue: Any = None,
-        actor_manager: Any = None,
-        inflight_updates: bool = True,
-        reward_config: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
         http: bool = True,
+        bundle_indices: Sequence[int] | None = None,
         num_gpus: float = 1,
         noset_visible_devices: bool = False,
         **kwargs: Any,
@@ -111,16 +104,11 @@ class LLMRayActor:
         if args and callable(args[0]):
             start, options = args[0], kwargs
         else:
-            options = {key: kwargs.pop(key) for key in OWN & kwargs.keys() if key != "tokenizer" or not isinstance(kwargs[key], str)}
+            options = {key: kwargs.pop(key) for key in OPTIONS & kwargs.keys() if key != "tokenizer" or not isinstance(kwargs[key], str)}
             see_bundles(os.environ, bundle_indices, num_gpus)
             start = partial(start_vllm, *args, **engine_arguments(kwargs))
         see_own_gpus(os.environ, ray.get_gpu_ids(), always=noset_visible_devices)
-        options = actor_options(
-            name=name, tool_actors=tool_actors, tool_parser_type=tool_parser_type, max_tool_calls=max_tool_calls,
-            mask_tool_use=mask_tool_use, prompt_queue=prompt_queue, results_queue=results_queue, eval_results_queue=eval_results_queue,
-            actor_manager=actor_manager, inflight_updates=inflight_updates, reward_config=reward_config, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, http=http, **options,
-        )  # fmt: skip
+        options = actor_options(name=name, http=http, **options)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             options["await_weights"] = True
         self.actor = LLMActor(start, observer=ActorMetrics(self.name), **options)
@@ -134,70 +122,27 @@ class LLMRayActor:
         while worker == ray.get_runtime_context().get_worker_id() and self.actor.works():  # noqa: ASYNC110
             await asyncio.sleep(BEAT)
 
-    async def generate(self, request: Any) -> Any:
-        return await self.actor.generate(request)
-
-    async def cancel(self, prompt: PromptId) -> bool:
-        return await asyncio.to_thread(self.actor.cancel, prompt)
-
-    async def ready(self) -> bool:
-        return self.actor.ready()
-
-    async def check_background_threads(self) -> None:
-        self.actor.check_background_threads()
-
-    async def status(self) -> ActorStatus:
-        return await asyncio.to_thread(self.actor.status)
-
     async def url(self) -> str | None:
         return self.actor.url
-
-    async def kv_cache_info(self) -> KVCacheInfo:
-        return self.actor.kv_cache_info()
-
-    async def get_kv_cache_info(self) -> int:
-        return self.actor.get_kv_cache_info()
-
-    async def get_model_dims(self) -> ModelDims:
-        return self.actor.get_model_dims()
-
-    async def reset_prefix_cache(self) -> bool:
-        return await asyncio.to_thread(self.actor.reset_prefix_cache)
 
     async def stop(self, drain: bool = True, timeout: float = 60.0) -> list[Any]:  # noqa: ASYNC109
         return await asyncio.to_thread(self.actor.stop, drain=drain, timeout=timeout)
 
-    async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        return await self.actor.call(method, payload)
 
-    async def pause(self, caches: CachePolicy) -> None:
-        await self.actor.pause(caches)
+def _forwarded(name: str) -> Any:
+    """Returns a method that calls the one of this name of the `LLMActor`."""
+    method = getattr(LLMActor, name)
 
-    async def resume(self) -> None:
-        await self.actor.resume()
+    @wraps(method)
+    async def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = getattr(self.actor, name)
+        if name in IN_A_THREAD:
+            return await asyncio.to_thread(call, *args, **kwargs)
+        found = call(*args, **kwargs)
+        return await found if iscoroutinefunction(method) else found
 
-    async def label(self, version: str) -> None:
-        await self.actor.label(version)
+    return forward
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        return await self.actor.score(token_ids)
 
-    async def refuse(self, reason: str | None) -> None:
-        await self.actor.refuse(reason)
-
-    async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes]:
-        return await self.actor.commit_at_once(payload, caches, version)
-
-    async def init_process_group(self, *args: Any, **kwargs: Any) -> list[Status]:
-        return await asyncio.to_thread(self.actor.init_process_group, *args, **kwargs)
-
-    async def update_weight(self, name: str, dtype: Any, shape: Sequence[int], empty_cache: bool | None = None) -> list[Status]:
-        return await asyncio.to_thread(self.actor.update_weight, name, dtype, shape, empty_cache)
-
-    async def update_weight_cuda_ipc(
-        self, name: str, dtype: Any, shape: Sequence[int], ipc_handles: Any = None, empty_cache: bool | None = None
-    ) -> list[Status]:
-        return await asyncio.to_thread(self.actor.update_weight_cuda_ipc, name, dtype, shape, ipc_handles, empty_cache)
-
-    async def finish_update(self, version: str | None = None) -> list[Status]:
-        return await asyncio.to_thread(self.actor.finish_update, version)
+for _name in (*AT_ONCE, *IN_A_THREAD):
+    setattr(LLMRayActor, _name, _forwarded(_name))

@@ -16,6 +16,8 @@ from instep.generation.rollout.budget import Limits
 CALLS = 5
 WRAP = "instep.dropin.open_instruct.WorkerWrap"
 OWN = frozenset(inspect.signature(LLMActor).parameters) - {"start"}
+OPTIONS = OWN | {"tool_actors", "tool_parser_type", "train_dataset", "eval_dataset"}
+"""The arguments of `actor_options`."""
 
 
 def actor_options(

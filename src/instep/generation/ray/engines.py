@@ -22,7 +22,6 @@ from instep.engine.vllm.serving import start_vllm
 from instep.errors import ConfigError, EngineTimeout
 from instep.extras import needed_by
 from instep.generation.actor.manager import ActorManager
-from instep.generation.exchange.queues import Queue
 from instep.generation.ray.actor import GROUPS, LLMRayActor, grouped
 from instep.generation.ray.arguments import actor_options, engine_arguments
 from instep.generation.ray.placement import bundles, places
@@ -58,10 +57,6 @@ def create_vllm_engines(
     single_gpu_mode: bool = False,
     pg: PlacementGroup | None = None,
     *,
-    prompt_queue: Queue | None = None,
-    results_queue: Queue | None = None,
-    eval_results_queue: Queue | None = None,
-    actor_manager: Any = None,
     vllm_dtype: str | None = None,
     gpus_per_engine: float | None = None,
     max_restarts: int = 0,
@@ -83,8 +78,7 @@ def create_vllm_engines(
     Raises `ConfigError` for arguments that do not go together or that nobody honours, before any process is started; `EngineTimeout` where
     engines are not ready within `timeout` seconds, and what an actor raised. No actor is left then.
     """
-    queues = {"prompt_queue": prompt_queue, "results_queue": results_queue, "eval_results_queue": eval_results_queue}
-    options = {**queues, "actor_manager": actor_manager, "start_timeout": timeout, **options}
+    options = {"start_timeout": timeout, **options}
     if num_engines < 1 or tensor_parallel_size < 1:
         raise ConfigError("there must be at least one engine, of at least one worker")
     if pretrain is None:

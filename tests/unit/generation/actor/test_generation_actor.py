@@ -119,8 +119,12 @@ def test_tools_are_called_and_a_broken_verifier_costs_its_sample_alone(fleet: Fl
 def test_a_prompt_that_cannot_be_answered_is_refused_to_its_caller_and_answered_with_its_error_in_a_queue(fleet: Fleet, how: str) -> None:
     serving = FakeServing("hi", hold=1)
     actor = fleet.actor(serving, reward_config=RewardConfig())
-    wrong, why = {"tool": ({"tools": ("saw",)}, "no tool saw"), "verifier": ({"labels": (Label("nobody", 1),)}, "no verifier nobody"),
-                  "twice": ({}, "under way already")}[how]  # fmt: skip
+    cases: dict[str, tuple[dict[str, Any], str]] = {
+        "tool": ({"tools": ("saw",)}, "no tool saw"),
+        "verifier": ({"labels": (Label("nobody", 1),)}, "no verifier nobody"),
+        "twice": ({}, "under way already"),
+    }
+    wrong, why = cases[how]
     if how == "twice":
         actor.submit(fleet.ask("a"))
     with pytest.raises(ConfigError, match=why):

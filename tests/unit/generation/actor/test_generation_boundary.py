@@ -223,7 +223,7 @@ def test_token_ids_of_numpy_are_token_ids(fleet: Fleet) -> None:
     import numpy as np
 
     fleet.actor(FakeServing("hi<|end|>"))
-    fleet.prompts.put(PromptRequest(id=PromptId("train", 0, "a"), prompt_token_ids=list(np.array([65, 66]))))  # type: ignore[arg-type]
+    fleet.prompts.put(PromptRequest(id=PromptId("train", 0, "a"), prompt_token_ids=list(np.array([65, 66]))))
     assert fleet.results.get(timeout=SOON).request.prompt_token_ids == [65, 66]
 
 

@@ -78,7 +78,7 @@ class Scripted(FakeServing):
         sample, turn = request_id.rsplit("/", 1)
         script = self.scripts.get(sample.rsplit("/", 1)[0], [])
         said = (script[int(turn)] if int(turn) < len(script) else [1])[: sampling["max_tokens"]]
-        finish = "stop" if len(said) < sampling["max_tokens"] else "length"
+        finish: Any = "stop" if len(said) < sampling["max_tokens"] else "length"
         return Sampled(token_ids=said, logprobs=[-0.5] * len(said), finish_reason=finish, versions=[("v1", 0, len(said))])
 
 
@@ -105,7 +105,7 @@ class World:
             "whole": lambda tokenizer: WholeTurnParser("say", TaggedParser(tokenizer), ["<think>"]),
         }[parser]
         tools = [Say(self.next), Say(self.next, name="num", n={"type": ["integer", "number", "array", "object", "boolean", "null"]})]
-        verifiers = {"wild": self.judge, "numeric": Numeric(), "exact": ExactMatch(), "instructions": Instructions()}
+        verifiers: dict[str, Any] = {"wild": self.judge, "numeric": Numeric(), "exact": ExactMatch(), "instructions": Instructions()}
         self.actor: LLMActor = self.fleet.actor(
             self.serving, tools=tools, tool_parser=made, limits=Limits(max_model_len=4000, max_tool_calls=3, tool_timeout=5.0),
             reward_config=RewardConfig(verifiers=verifiers, environment_reward="sum", format=Format(), format_reward=1.0),

@@ -84,15 +84,16 @@ def test_a_prompt_of_open_instructs_comes_back_as_its_result(fleet: Fleet) -> No
     fleet.actor(serving, actor_manager=Manager())
     fleet.prompts.put(ask())
     fleet.prompts.put(ask("eval", is_eval=True))
-    result = pickle.loads(pickle.dumps(fleet.results.get(timeout=SOON)))
+    result: Any = pickle.loads(pickle.dumps(fleet.results.get(timeout=SOON)))
     assert type(result) is GenerationResult
     assert result.responses == [encode("hi<|end|>")] * 2
     assert (result.finish_reasons, result.masks, result.logprobs) == (["stop"] * 2, [[1] * 3] * 2, [[-0.5] * 3] * 2)
     assert (result.index, result.prompt_id, result.reward_scores) == (7, "0_7", None)
     assert (result.token_statistics.num_prompt_tokens, result.token_statistics.num_response_tokens) == (3, 6)
     assert (result.request_info.num_calls, result.request_info.tool_calleds) == ([0, 0], [False, False])
-    assert result.versions == [[("default", 0, 3)]] * 2
-    assert result.error is None
+    ours: Any = result
+    assert ours.versions == [[("default", 0, 3)]] * 2
+    assert ours.error is None
     asked = [sampling for id, _, sampling, _ in serving.asked if id.startswith("train")]
     assert [(one["temperature"], one["seed"], one["max_tokens"]) for one in asked] == [(0.5, 3, 20), (0.5, 4, 20)]
     assert fleet.evals.get(timeout=SOON).prompt_id == "eval"

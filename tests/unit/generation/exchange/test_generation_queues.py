@@ -44,7 +44,7 @@ def test_an_item_waits_for_room_as_long_as_it_takes_and_the_event_loop_goes_on()
             ticks += 1
         assert not any(task.done() for task in putting)
         assert ticks > 100
-        found = []
+        found: list[str] = []
         while len(found) < 3:
             found.append(await asyncio.to_thread(items.get, True, 5.0))
         assert found == ["first", "second", "third"]

@@ -155,7 +155,7 @@ def test_a_label_that_no_verifier_understands_is_refused_with_its_prompt_and_els
 
 def test_a_verifier_that_would_block_the_event_loop_is_refused() -> None:
     with pytest.raises(ConfigError, match="'slow' must be an async function"):
-        RewardConfig(verifiers={"slow": lambda answer, value: 1.0})  # type: ignore[dict-item,return-value]
+        RewardConfig(verifiers={"slow": lambda answer, value: 1.0})  # type: ignore[dict-item]
 
 
 def test_verifiers_see_what_the_model_said_and_not_what_tools_did() -> None:

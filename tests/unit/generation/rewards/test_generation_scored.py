@@ -72,8 +72,9 @@ def test_scores_that_are_finite_and_whose_sum_is_not_are_an_error() -> None:
 
 @pytest.mark.parametrize("name", ["verification_reward", "format_reward", "non_stop_penalty", "error_score"])
 def test_a_reward_config_takes_finite_numbers_alone(name: str) -> None:
+    given: dict[str, Any] = {name: math.nan}
     with pytest.raises(Exception, match=f"{name} must be a finite number"):
-        RewardConfig(**{name: math.nan})
+        RewardConfig(**given)
 
 
 def test_the_time_of_a_verifier_begins_when_its_turn_has_come() -> None:

@@ -98,7 +98,7 @@ def test_budgets_shrink_by_every_token_of_the_response_tool_output_included() ->
 
 
 @pytest.mark.parametrize("limits", [{"max_tokens": 30}, {"max_model_len": 32}], ids=["response", "context"])
-def test_tool_output_that_ends_a_budget_is_cut_and_the_sample_ends_as_length(limits: dict[str, int]) -> None:
+def test_tool_output_that_ends_a_budget_is_cut_and_the_sample_ends_as_length(limits: dict[str, Any]) -> None:
     context = {name: limits.pop(name) for name in list(limits) if name == "max_model_len"}
     client = ScriptedClient(said("<say>x</say>"))
     sample = one(client, harness(Say(lambda text: "y" * 50), **context), **limits)

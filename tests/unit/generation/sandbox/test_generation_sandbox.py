@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -145,7 +146,7 @@ def test_limits_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None
 
 
 def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(kept, "_kept", None)
     with pytest.raises(ConfigError, match="x86_64 or aarch64, not Linux on riscv64"):
         program("print(1)")

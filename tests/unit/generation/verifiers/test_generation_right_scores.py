@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.rollouts import request
@@ -20,7 +21,7 @@ pytest.importorskip("math_verify", reason="math-verify is not installed: pip ins
 pytest.importorskip("langdetect", reason="langdetect is not installed: pip install 'instep[generation]'")
 
 TABLE = Path(__file__).with_name("right_scores.tsv")
-VERIFIERS = {"numeric": Numeric(), "maths": Maths(), "exact": ExactMatch(), "instructions": Instructions()}
+VERIFIERS: dict[str, Any] = {"numeric": Numeric(), "maths": Maths(), "exact": ExactMatch(), "instructions": Instructions()}
 
 
 def rows() -> list[dict[str, str]]:
