@@ -17,7 +17,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 Seen = list[dict[str, Any]]
-"""What each rank reports of one case; None for one that did not live to tell."""
+"""What each rank reports of one case; nothing for one that did not live to tell."""
 
 
 def played(size: int, case: str, *marks: Any) -> Any:
