@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
@@ -42,6 +43,17 @@ def test_layers() -> None:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+PROGRAMS = ("bench", "demo")
+"""Folders that nothing else is built on."""
+
+
+def test_every_folder_has_layers_that_name_all_its_files() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layered = {container for contract in settings if contract.get("exhaustive") for container in contract["containers"]}
+    folders = {f"instep.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py") if path.parent.name not in PROGRAMS}
+    assert {"instep", *folders} <= layered
 
 
 def test_no_file_leads_back_to_itself() -> None:
