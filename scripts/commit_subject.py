@@ -1,4 +1,6 @@
-"""Checks the first line of a commit message: `area: verb ...` in under 72 characters. Run by git's hook commit-msg with the message's file."""
+"""Checks the first line of a commit message: `area: verb ...` in under 72 characters.
+
+Git's hook commit-msg runs it with the message's file."""
 
 from __future__ import annotations
 

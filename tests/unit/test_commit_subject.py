@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RIGHT = ["plan: cut rows at words\n\nThe reason.\n", 'Revert "plan: cut rows at words"\n', "fixup! plan: cut rows\n", f"plan: cut {'r' * 61}"]
+RIGHT = ["plan: cut rows\n\nThe reason.\n", 'Revert "plan: cut rows"\n', "fixup! plan: cut rows\n", f"plan: cut {'r' * 61}"]
 WRONG = {
     "": "not `area: verb ...`",
     "cut rows at words": "not `area: verb ...`",
