@@ -16,7 +16,7 @@ from instep import MemoryEngine, WeightSync
 from instep.engine.remote.pipe import PipeDoor, PipeRpc
 from instep.engine.remote.rpc import Answer, Endpoint, LocalRpc, RemoteEngine, Rpc
 from instep.engine.remote.tcp import TcpDoor, TcpListener
-from instep.errors import ConfigError, EngineDirty, EngineLost, EngineTimeout, PlanError
+from instep.errors import ConfigError, EngineDirty, EngineLost, EngineTimeout, InstepError, PlanError
 
 pytestmark = pytest.mark.usefixtures("segments")
 
@@ -120,11 +120,19 @@ def test_requests_and_answers_arrive_as_they_are(way: Way, asked: tuple[Any, ...
     assert spy.asked == [asked]
 
 
-@pytest.mark.parametrize("error", [PlanError("no such name", tensor="a.weight"), EngineDirty("half"), EngineTimeout("late")], ids=repr)
-def test_errors_arrive_by_name(way: Way, error: Exception) -> None:
+ERRORS = [
+    PlanError("no such name", tensor="a.weight"),
+    EngineDirty("half"),
+    EngineTimeout("late"),
+    PlanError("asleep", next_step="wake it"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_errors_arrive_by_name_with_their_advice(way: Way, error: InstepError) -> None:
     with pytest.raises(type(error), match=str(error.args[0])) as found:
         asyncio.run(remote(way, Spy(error)).resume())
-    assert found.value.tensor == getattr(error, "tensor", None)
+    assert (found.value.tensor, found.value.next_step) == (error.tensor, error.next_step)
 
 
 def test_any_other_error_means_that_it_is_not_known_what_the_engine_did(way: Way) -> None:

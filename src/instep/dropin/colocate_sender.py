@@ -15,7 +15,8 @@ import torch
 from instep.dropin.colocate_wire import FOLDER, Answer, Bucket, Buffer, End, Item, Line, Message, open_line
 from instep.dropin.communicator import DEADLINE, sum_of
 from instep.dropin.handles import SEGMENT, device_id, share
-from instep.errors import SourceError, TransportError, by_name
+from instep.errors import SourceError, TransportError
+from instep.faults import error_of
 from instep.protocol import decode
 from instep.source import again, device_of, open_source
 from instep.transport import Placed
@@ -88,7 +89,7 @@ class ColocateSender:
         self._line.send(message, self.timeout, silent)  # nobody is connected yet, as long as the worker does not come
         reply = decode(self._line.receive(self.timeout, silent), Answer)
         if reply.fault is not None:
-            raise by_name(reply.fault.kind)(f"the worker on {self.device_id}: {reply.fault.message}", tensor=reply.fault.tensor)
+            raise error_of(reply.fault, f"the worker on {self.device_id}: ")
         return reply
 
     @contextmanager

@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 from instep.dropin.communicator import dtype_of
-from instep.dropin.together import as_instep
 from instep.errors import PlanError, TransportError
 from instep.extras import needed_by
+from instep.faults import fault_of
 from instep.protocol import ITEM_BYTES, Fault, TensorMeta, decode, dtype_name, encode
 
 LOOK = 0.5  # seconds between two looks for the other side
@@ -158,9 +158,8 @@ class Line:
         """
         import zmq
 
-        fault = as_instep(error)
         with suppress(zmq.ZMQError):
-            answer = encode(Answer(Fault(type(fault).__name__, str(fault.args[0]), fault.tensor)))
+            answer = encode(Answer(fault_of(error, otherwise="ApplyError")))
             self.socket.send_multipart([answer, b"refused"], zmq.NOBLOCK)
 
 

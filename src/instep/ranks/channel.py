@@ -18,7 +18,8 @@ import msgspec
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from instep.errors import InstepError, SourceError, TransportError, VersionConflict, by_name
+from instep.errors import InstepError, SourceError, TransportError, VersionConflict
+from instep.faults import error_of, fault_of
 from instep.protocol import Fault, decode, encode, raw
 from instep.ranks.liveness import Watch
 from instep.transport.store import address_towards, find, serve
@@ -118,7 +119,7 @@ class Channel:
             for rank, key in [item for item in waiting.items() if self._has(self.store, item[1])]:
                 answer = decode(self.store.get(key), Answer)
                 if answer.fault is not None:
-                    raise by_name(answer.fault.kind)(f"trainer rank {rank}: {answer.fault.message}", tensor=answer.fault.tensor)
+                    raise error_of(answer.fault, f"trainer rank {rank}: ")
                 found[rank] = bytes(answer.body)
                 del waiting[rank]
             self.miss(waiting)
@@ -166,7 +167,7 @@ class Channel:
         return decode(self.store.get(self._key()), Question)
 
     def answer(self, body: Any = None, fault: Exception | None = None) -> None:
-        told = encode(Answer(None if fault is None else as_fault(fault), raw(body)))
+        told = encode(Answer(None if fault is None else fault_of(fault, otherwise="SourceError"), raw(body)))
         try:
             self.store.set(f"{self._key()}/{self.rank}", told)
         except Exception as error:
@@ -214,12 +215,6 @@ class Patience:
 
 def _gone(error: Exception) -> TransportError:
     return TransportError(f"rank 0 of the trainer is gone: {(str(error).splitlines() or [''])[0]}")
-
-
-def as_fault(error: Exception) -> Fault:
-    if isinstance(error, InstepError):
-        return Fault(type(error).__name__, str(error.args[0]), error.tensor)
-    return Fault("SourceError", f"{type(error).__name__}: {error}")
 
 
 def default_store() -> Any:

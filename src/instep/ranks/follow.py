@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from instep.digest import Bytes
-from instep.errors import EngineState, InstepError, SyncError, by_name
+from instep.errors import EngineState, InstepError, SyncError
+from instep.faults import error_of, fault_of
 from instep.plan.shards import Piece
 from instep.protocol import Fault, TensorMeta, decode
-from instep.ranks.channel import Channel, as_fault
+from instep.ranks.channel import Channel
 from instep.ranks.gather import ByteRange, Join, Meeting, give
 from instep.ranks.ipc import Expose, PartSums, Shared, Sharing
 from instep.ranks.liveness import Liveness, liveness
@@ -29,14 +30,12 @@ class Outcome(msgspec.Struct, frozen=True):
 
     receipt: Receipt | None = None
     fault: Fault | None = None
-    next_step: str | None = None
     engines: list[EngineState] = []
 
 
 def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, InstepError):
-        engines = list(error.engines) if isinstance(error, SyncError) else []
-        return Outcome(fault=as_fault(error), next_step=error.next_step, engines=engines)
+        return Outcome(fault=fault_of(error, otherwise=""), engines=list(error.engines) if isinstance(error, SyncError) else [])
     return Outcome(fault=Fault("SyncError", f"rank 0 of the trainer ended the call: {type(error).__name__}: {error}"))
 
 
@@ -45,8 +44,7 @@ def result(outcome: Outcome, version: str) -> Receipt:
     if outcome.receipt is not None:
         return outcome.receipt
     assert outcome.fault is not None
-    kind = by_name(outcome.fault.kind)
-    error = kind(outcome.fault.message, tensor=outcome.fault.tensor, next_step=outcome.next_step)
+    error = error_of(outcome.fault)
     if isinstance(error, SyncError):
         error.version, error.engines = version, tuple(outcome.engines)
     raise error

@@ -26,12 +26,12 @@ from msgspec import structs
 
 from instep.digest import total
 from instep.errors import ApplyError, ConfigError, InstepError, PlanError, VersionConflict
+from instep.faults import fault_of
 from instep.plan.routes import signature
 from instep.protocol import (
     Again,
     Arrival,
     CommitRequest,
-    Fault,
     Identity,
     Manifest,
     Method,
@@ -100,11 +100,8 @@ class Receiver(Serves):
             self.check_awake(method)
             body = getattr(self, "status" if method == "hello" else method)(request)
         except Exception as error:
-            kind = type(error).__name__ if isinstance(error, InstepError) else "ApplyError"
-            text = error.args[0] if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
-            text = str(text).encode(errors="replace").decode()  # lone surrogates cannot travel
-            fault = Fault(kind, text, getattr(error, "tensor", None), vars(error).get("next_step"))
-            self.last_error = f"{method}: {text}"
+            fault = fault_of(error, otherwise="ApplyError")
+            self.last_error = f"{method}: {fault.message}"
         return encode(Reply(seq, self.host.rank, self.state, self.version, fault, raw(body)))
 
     def of_adapter(self, number: int) -> Receiver:

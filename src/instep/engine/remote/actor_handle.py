@@ -3,12 +3,13 @@ unchanged."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
+from instep.engine.remote.rpc import AskedEngine
 from instep.errors import EngineLost, InstepError
-from instep.protocol import Method
 
+T = TypeVar("T")
 METHODS = ("call", "pause", "resume", "label", "score", "refuse")
 
 
@@ -20,7 +21,7 @@ def adapt(obj: Any) -> Engine | None:
     return ActorHandleEngine(obj)
 
 
-class ActorHandleEngine:
+class ActorHandleEngine(AskedEngine):
     """An engine whose methods call a Ray actor. Errors of instep that the actor raises are
     raised here. Any other failure is an `EngineLost`."""
 
@@ -28,39 +29,19 @@ class ActorHandleEngine:
         self.handle = handle
         self.name = f"actor-{handle._actor_id.hex()[:8]}"
 
-    async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        replies: list[bytes] = await self._ask("call", method, payload)
-        return replies
-
-    async def pause(self, caches: CachePolicy) -> None:
-        await self._ask("pause", caches)
-
-    async def resume(self) -> None:
-        await self._ask("resume")
-
-    async def label(self, version: str) -> None:
-        await self._ask("label", version)
-
-    async def score(self, token_ids: list[int]) -> list[float]:
-        scores: list[float] = await self._ask("score", token_ids)
-        return scores
-
-    async def refuse(self, reason: str | None) -> None:
-        await self._ask("refuse", reason)
-
     async def commit_at_once(self, payload: bytes, caches: CachePolicy, version: str) -> list[bytes] | None:
         """See `fused_commit.FusedCommit`. An actor with this method needs one call instead of
         four while it is paused."""
         if not hasattr(self.handle, "commit_at_once"):
             return None
-        replies: list[bytes] | None = await self._ask("commit_at_once", payload, caches, version)
-        return replies
+        return await self.ask(list[bytes], "commit_at_once", payload, caches, version)  # or None, as the actor says
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def ask(self, kind: type[T], method: str, *args: Any) -> T:  # noqa: ARG002
         try:
-            return await getattr(self.handle, method).remote(*arguments)
+            answer: T = await getattr(self.handle, method).remote(*args)
         except Exception as error:
             cause = getattr(error, "cause", None)  # Ray wraps what an actor raised
             if isinstance(cause, InstepError):
                 raise cause from error
             raise EngineLost(f"{self.name} does not answer {method}: {type(error).__name__}: {error}") from error
+        return answer

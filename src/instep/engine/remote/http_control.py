@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from typing import Annotated, Any, get_args
 
@@ -164,7 +164,7 @@ class Control:
             if scope["method"] != "POST":
                 raise Refused(405, f"{scope['method']} {route}: control requests are POST", allow="POST")
             call = await _read(route, headers, receive)
-            task = self._run(served, route, call, scope)
+            task = _started(served, route, call, scope)
             answer = await _watched(served, call, task, receive)
             await _send(send, status_of(answer), MSGPACK, answer)
         except Refused as refused:
@@ -173,17 +173,20 @@ class Control:
             text = str(error.args[0]) if isinstance(error, InstepError) else f"{type(error).__name__}: {error}"
             await _send(send, 503, b"application/json", _json({"error": text}))
 
-    def _run(self, served: Served, route: str, call: Call, scope: Scope) -> asyncio.Task[bytes]:
-        host, _ = scope.get("client") or ("", 0)  # there is none behind a Unix socket
 
-        def action() -> Coroutine[Any, Any, bytes]:
-            return _answered(served, route, call, f"trainer {call.client[:8]}" + f" at {host}" * bool(host))
+def _started(served: Served, route: str, call: Call, scope: Scope) -> asyncio.Task[bytes]:
+    host, _ = scope.get("client") or ("", 0)  # there is none behind a Unix socket
 
-        try:
-            task: asyncio.Task[bytes] = served.once.run(call.client, call.number, route, again=call.again, action=action)
-        except Stale as stale:
-            raise Refused(409, str(stale)) from None
-        return task
+    async def answered() -> bytes:
+        answer = await served.answer(route, call.payload)
+        if route == "prepare" and decode(call.payload, Request).session == served.endpoint.session:
+            served.trainer, served.seen.by = call.client, f"trainer {call.client[:8]}" + f" at {host}" * bool(host)
+        return answer
+
+    try:
+        return served.once.run(call.client, call.number, route, again=call.again, action=answered)
+    except Stale as stale:
+        raise Refused(409, str(stale)) from None
 
 
 def _admit(served: Served, headers: dict[bytes, bytes]) -> None:
@@ -224,13 +227,6 @@ def _well_formed(data: bytes | msgspec.Raw, kind: Any) -> Any:
         return decode(data, kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(400, f"the body is not well formed: {type(error).__name__}: {error}") from None
-
-
-async def _answered(served: Served, route: str, call: Call, by: str) -> bytes:
-    answer = await served.answer(route, call.payload)
-    if route == "prepare" and decode(call.payload, Request).session == served.endpoint.session:
-        served.trainer, served.seen.by = call.client, by
-    return answer
 
 
 async def _watched(served: Served, call: Call, task: asyncio.Task[bytes], receive: Receive) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 WINDOW, CLIENTS, ANSWERS = 256, 64, 64
+Action = Callable[[], Coroutine[Any, Any, bytes]]
 
 
 class Stale(Exception):
@@ -24,7 +25,7 @@ class Once:
         self.numbers: OrderedDict[str, set[int]] = OrderedDict()  # that each client has used
         self.answers: OrderedDict[tuple[str, int], tuple[str, asyncio.Task[bytes]]] = OrderedDict()
 
-    def run(self, client: str, number: int, method: str, *, again: bool, action: Callable[[], Coroutine[Any, Any, bytes]]) -> Any:
+    def run(self, client: str, number: int, method: str, *, again: bool, action: Action) -> asyncio.Task[bytes]:
         """Returns the task that runs `action`: a new one, or the one of an earlier request with
         this number.
 

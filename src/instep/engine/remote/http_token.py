@@ -57,16 +57,11 @@ def checked(token: str) -> str:
     return token
 
 
-def bearer(header: bytes, token: str) -> bool:
-    """Whether an `Authorization` header has the token. The comparison takes the same time for
-    any token."""
-    scheme, _, given = header.partition(b" ")
-    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
-
-
 def refusal(header: bytes, token: str) -> str | None:
-    """Why the server refuses a request with this `Authorization` header, or None."""
-    if bearer(header, token):
+    """Why the server refuses a request with this `Authorization` header, or None. The comparison
+    takes the same time for any token."""
+    scheme, _, given = header.partition(b" ")
+    if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode()):
         return None
     return "the token is not the server's" if header else f"these routes need a token: {SET_IT}"
 

@@ -40,7 +40,7 @@ class Observed:
     """
 
     def __init__(self, engine: Engine, metrics: Metrics | None = None) -> None:
-        self.engine, self.metrics = engine, metrics
+        self.engine, self.metrics, self.name = engine, metrics, engine.name
         self.last_pause: float | None = None
         """Seconds that the last pause took."""
         self.lag = Lag()
@@ -50,14 +50,6 @@ class Observed:
         """The version that it will serve when it goes on."""
         self.by = ""
         """Who brings versions, for the log."""
-
-    @property
-    def name(self) -> str:
-        return self.engine.name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self.engine.name = name
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         started = time.perf_counter()

@@ -12,12 +12,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
 
-from instep.engine.remote.frames import Frame, Requests
+from instep.engine.remote.frames import Frame, Requests, Running
 from instep.engine.remote.loop_thread import LoopThread
 from instep.engine.remote.rpc import GONE, Answer
 from instep.errors import ConfigError, EngineLost
@@ -96,11 +95,9 @@ class PipeRpc:
         self.end: End | None = None
         self.opening = threading.Lock()
         self.requests = Requests()
-        self.lost: str | None = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        if self.lost:
-            raise EngineLost(self.lost)
+        self.requests.check()
         with self.opening:
             if self.end is None or self.end.closed:
                 self.end = End(self.pipe, self._answered, self._ended)
@@ -124,8 +121,7 @@ class PipeRpc:
         self.requests.answered(frame)
 
     def _ended(self, why: str) -> None:
-        self.lost = f"{self.name} {why}" if why == CLOSED else f"{self.name}: {why}"
-        self.requests.lose(self.lost)
+        self.requests.lose(f"{self.name} {why}" if why == CLOSED else f"{self.name}: {why}")
 
 
 class PipeDoor:
@@ -135,24 +131,19 @@ class PipeDoor:
         self.pipe = checked(pipe)
         self.problem: str | None = SILENT
         self.end: End | None = None
-        self.running: set[asyncio.Task[Any]] = set()  # loops hold their tasks weakly
+        self.running = Running()
 
     def serve(self, answer: Answer) -> None:
         if self.end is None or self.end.closed:
             self.end = End(
                 self.pipe,
-                lambda end, frame: self._start(self._reply(end, frame, answer)),
+                lambda end, frame: self.running.start(self._reply(end, frame, answer)),
                 lambda why: self._gone(why, answer),
             )
 
     def close(self) -> None:
         if self.end is not None:
             self.end.close()
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self.running.add(task)
-        task.add_done_callback(self.running.discard)
 
     async def _reply(self, end: End, frame: Frame, answer: Answer) -> None:
         self.problem = None
@@ -162,4 +153,4 @@ class PipeDoor:
 
     def _gone(self, why: str, answer: Answer) -> None:
         self.problem = f"the trainer {why}" if why == CLOSED else why
-        self._start(answer(GONE, b""))
+        self.running.start(answer(GONE, b""))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -23,11 +24,12 @@ from instep.engine import CachePolicy, Engine
 from instep.engine.known import LATE
 from instep.engine.member import Member
 from instep.engine.turns import Turns
-from instep.errors import ConfigError, EngineLost, EngineTimeout, InstepError, by_name
+from instep.errors import ConfigError, EngineLost, EngineTimeout
+from instep.faults import error_of, fault_of
 from instep.protocol import Fault, Method, Reply, Request, decode, encode, raw
 
 T = TypeVar("T")
-Answer = Callable[[str, bytes], Awaitable[bytes]]
+Answer = Callable[[str, bytes], Coroutine[Any, Any, bytes]]
 GONE = "gone"
 """The method that an `Rpc` may bring when it sees that the trainer is gone; it has no payload."""
 LATE_THERE = "TimeoutError"
@@ -87,18 +89,17 @@ async def outcome(action: Awaitable[Any]) -> bytes:
     except TimeoutError:
         return encode(Outcome(Fault(LATE_THERE, "")))
     except Exception as error:
-        known = isinstance(error, InstepError)
-        text = str(error.args[0]) if known else f"{type(error).__name__}: {error}"
-        text = text.encode(errors="replace").decode()  # lone surrogates cannot travel
-        return encode(Outcome(Fault(type(error).__name__ if known else "EngineLost", text, getattr(error, "tensor", None))))
+        return encode(Outcome(fault_of(error, otherwise="EngineLost")))
 
 
-class RemoteEngine:
-    """The engine behind an `Rpc`."""
+class AskedEngine(ABC):
+    """An engine whose every method is a request to another process."""
 
-    def __init__(self, rpc: Rpc) -> None:
-        self.rpc = rpc
-        self.name = rpc.name
+    name: str
+
+    @abstractmethod
+    async def ask(self, kind: type[T], method: str, *args: Any) -> T:
+        """Returns what the engine's `method` returned there, a `kind`. Raises what it raised."""
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
         return await self.ask(list[bytes], "call", method, payload)
@@ -118,6 +119,14 @@ class RemoteEngine:
     async def refuse(self, reason: str | None) -> None:
         await self.ask(type(None), "refuse", reason)
 
+
+class RemoteEngine(AskedEngine):
+    """The engine behind an `Rpc`."""
+
+    def __init__(self, rpc: Rpc) -> None:
+        self.rpc = rpc
+        self.name = rpc.name
+
     async def ask(self, kind: type[T], method: str, *args: Any) -> T:
         """Raises the other side's error, `TimeoutError` if that side gave up waiting, and
         `EngineLost` for an answer that is not well formed."""
@@ -130,7 +139,7 @@ class RemoteEngine:
             raise EngineLost(f"{self.name} sent no valid answer to {method}: {error}") from error
         if found.fault.kind == LATE_THERE:
             raise TimeoutError
-        raise by_name(found.fault.kind)(f"{self.name}: {found.fault.message}", tensor=found.fault.tensor)
+        raise error_of(found.fault, f"{self.name}: ")
 
 
 ARGUMENTS: dict[str, Any] = {
@@ -232,10 +241,13 @@ class Endpoint:
 
     async def _done(self, step: str, args: Any, result: Any, seconds: float | None) -> None:
         """Notes what a request has changed."""
-        if step == "abort":
-            self.turns.call_off(decode(args[1], Request).session)
-        if step in ("prepare", "abort"):
-            self._note(step, decode(args[1], Request).session, result, seconds)
+        session = decode(args[1], Request).session if step in ("prepare", "abort") else None
+        if step == "prepare" and any(decode(answer, Reply).fault is None for answer in result):
+            self.session, self.timeout = session, seconds or self.timeout
+        elif step == "abort":
+            self.turns.call_off(session or "")
+            if session == self.session:
+                self.session, self.deserted = None, self.paused  # a trainer that ends its push here leaves the engine as it is
         elif step == "label":
             self.brought = args[0]
         elif step == "resume":
@@ -249,13 +261,6 @@ class Endpoint:
         if self.session is not None:
             member, self.session = Member(self.engine, self.session, self.timeout), None
             await _forget(member)
-
-    def _note(self, method: str, session: str, answers: Sequence[bytes], seconds: float | None) -> None:
-        """Notes which trainer has a version prepared now."""
-        if method == "prepare" and any(decode(answer, Reply).fault is None for answer in answers):
-            self.session, self.timeout = session, seconds or self.timeout
-        elif method == "abort" and session == self.session:
-            self.session, self.deserted = None, self.paused  # a trainer that ends its push here leaves the engine as it is
 
     def _watch(self) -> None:
         """Starts the timer of a silent trainer, or stops it."""

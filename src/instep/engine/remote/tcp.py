@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from instep.engine.remote.frames import Frame, Requests
+from instep.engine.remote.frames import Frame, Requests, Running
 from instep.engine.remote.loop_thread import LoopThread
 from instep.engine.remote.rpc import GONE, Answer
 from instep.errors import EngineLost, InstepError, TransportError
@@ -80,7 +80,7 @@ class TcpListener:
         """
         deadline = time.monotonic() + timeout
         found: list[TcpRpc] = []
-        while len(found := [rpc for rpc in found if rpc.lost is None]) < count:
+        while len(found := [rpc for rpc in found if rpc.requests.lost is None]) < count:
             try:
                 found.append(self.arrived.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
@@ -92,7 +92,7 @@ class TcpListener:
     def close(self) -> None:
         """Ends every connection. May be called twice."""
         for rpc in self.engines:
-            rpc.lost = rpc.lost or f"{rpc.name}: the connection was closed here"
+            rpc.requests.lost = rpc.requests.lost or f"{rpc.name}: the connection was closed here"
         self.loop.close(self.server)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,23 +122,18 @@ class TcpRpc:
         self.reader, self.writer = streams
         self.loop = loop
         self.requests = Requests()
-        self.lost: str | None = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        if self.lost:  # its loop may be closed
-            raise EngineLost(self.lost)
+        self.requests.check()  # its loop may be closed
         try:
             return await asyncio.wrap_future(self.loop.run(self._call(method, payload)))
         except OSError as error:
             raise EngineLost(f"{self.name} cannot be reached: {error}") from error
         except asyncio.CancelledError:
-            if self.lost:  # by `close`, not by the caller
-                raise EngineLost(self.lost) from None
+            self.requests.check()  # by `close`, not by the caller
             raise
 
     async def _call(self, method: str, payload: bytes) -> bytes:
-        if self.lost:
-            raise EngineLost(self.lost)
         with self.requests.asking(method, payload) as (frame, answer):
             await send(self.writer, frame)
             return await answer
@@ -154,8 +149,7 @@ class TcpRpc:
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
-            self.lost = self.lost or f"{self.name} {reason}"
-            self.requests.lose(self.lost)
+            self.requests.lose(f"{self.name} {reason}")
 
 
 class TcpDoor:
@@ -167,7 +161,7 @@ class TcpDoor:
         self.problem: str | None = None
         self.loop: LoopThread | None = None
         self.serving: Future[None] | None = None  # loops hold their tasks weakly
-        self.running: set[asyncio.Task[None]] = set()
+        self.running = Running()
 
     def serve(self, answer: Answer) -> None:
         if self.loop is None:
@@ -212,9 +206,7 @@ class TcpDoor:
         try:
             while True:
                 frame = await receive(reader, Frame, LARGE)
-                task = asyncio.create_task(self._reply(frame, writer, answer))
-                self.running.add(task)
-                task.add_done_callback(self.running.discard)
+                self.running.start(self._reply(frame, writer, answer))
         except (OSError, msgspec.DecodeError, asyncio.IncompleteReadError, TransportError):
             self.problem = f"{self.host} port {self.port}: the connection ended"
         finally:
