@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from instep.protocol import TensorMeta
-from instep.receiver import NeverRebuilds, NoAdapters
+from instep.receiver import PlainHost
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import Seen
 from instep.receiver.layout import Layout, shape_only
@@ -84,7 +84,7 @@ class ToyFresh:
         return self.model.get_submodule(layer).computes()
 
 
-class ToyHost(NeverRebuilds, NoAdapters):
+class ToyHost(PlainHost):
     """A worker of one rank. `fill(model, name, tensor)` loads one checkpoint tensor, `finish(model)` ends a reload session.
 
     The model is `Any`, so that a test may name its layers: `host.model.a.weight`.

@@ -81,7 +81,7 @@ def _take(rounds: Rounds, bucket: Bucket, buffer: torch.Tensor | None) -> None:
         raise TransportError("a bucket came before its buffer")
     for item in bucket.tensors:
         meta, end = item.meta, item.offset + item.meta.nbytes
-        if meta.name in rounds.names:
+        if meta.name in rounds.now.names:
             raise PlanError(f"{meta.name} came twice", tensor=meta.name)
         if not 0 <= item.offset <= end <= buffer.numel():
             raise PlanError(f"{meta.name} lies outside of the buffer of {buffer.numel()} bytes", tensor=meta.name)

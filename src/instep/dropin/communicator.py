@@ -90,23 +90,14 @@ class Communicator:
     def all_gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, stream: Any = None) -> None:
         """All ranks' tensors of one shape, one behind the other in the order of ranks, in `output_tensor`."""
         with self._on(stream):
-            rooms = [torch.empty_like(input_tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-            rooms[self.rank].copy_(input_tensor.detach())
-            for rank, room in enumerate(rooms):
-                self._flat(_bytes(room), rank)
+            rooms = self._gathered([input_tensor] * self.world_size, input_tensor)
             output_tensor.detach().copy_(torch.stack(rooms).view(output_tensor.shape))
 
     def all_gatherv(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, sizes: Sequence[int], stream: Any = None) -> None:
         """As `all_gather`, where rank i has `sizes[i]` rows. Raises `ConfigError` for sizes that do not add up."""
         self._check(sizes, output_tensor)
         with self._on(stream):
-            rooms = [
-                torch.empty_like(rows, memory_format=torch.contiguous_format) for rows in torch.split(output_tensor.detach(), list(sizes))
-            ]
-            rooms[self.rank].copy_(input_tensor.detach())
-            for rank, room in enumerate(rooms):
-                self._flat(_bytes(room), rank)
-            output_tensor.detach().copy_(torch.cat(rooms))
+            output_tensor.detach().copy_(torch.cat(self._gathered(torch.split(output_tensor.detach(), list(sizes)), input_tensor)))
 
     def reduce(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, root: int, op: Any = ReduceOp.SUM, stream: Any = None
@@ -193,6 +184,14 @@ class Communicator:
     def _check(self, sizes: Sequence[int], rows: torch.Tensor) -> None:
         if len(sizes) != self.world_size or sum(sizes) != len(rows):
             raise ConfigError(f"sizes {list(sizes)} are not the rows of {self.world_size} ranks that add up to {len(rows)}")
+
+    def _gathered(self, like: Sequence[torch.Tensor], mine: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' tensors. like: tensors of their shapes and dtypes, by rank."""
+        rooms = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in like]
+        rooms[self.rank].copy_(mine.detach())
+        for rank, room in enumerate(rooms):
+            self._flat(_bytes(room), rank)
+        return rooms
 
     def _send_all(self, data: torch.Tensor, src: int) -> None:
         meta = nameless(data)

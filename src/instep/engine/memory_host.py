@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from instep.digest import MASK, as_bytes
 from instep.errors import PlanError
-from instep.receiver import MERGED, Host, NeverRebuilds
+from instep.receiver import MERGED, Host, PlainHost
 from instep.receiver.adapter import AdapterHost, register
-from instep.receiver.layout import Layout, shape_only
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 PARTS = {"k_proj": 1, "v_proj": 2, "up_proj": 1}  # order within a fused layer; the first part is 0
@@ -37,7 +36,7 @@ class Place:
     axis: int | None
 
 
-class MemoryHost(NeverRebuilds):
+class MemoryHost(PlainHost):
     """One worker: a module laid out as engines lay it out, and a loader that takes checkpoint names."""
 
     software = "the engine in memory"
@@ -103,9 +102,6 @@ class MemoryHost(NeverRebuilds):
             if target.shape != shard.shape:
                 raise ValueError(f"cannot load {list(shard.shape)} into {list(target.shape)} of {place.param}")
             target.copy_(shard)
-
-    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
-        return shape_only(self.model)
 
     @contextmanager
     def reload(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,7 @@ from torch import nn
 from instep.engine import CachePolicy
 from instep.engine.gate import CHANGING, Gate, gated
 from instep.protocol import Method
-from instep.receiver import NeverRebuilds, NoAdapters
-from instep.receiver.layout import Layout, shape_only
+from instep.receiver import PlainHost
 from instep.receiver.regions import load_region
 from instep.receiver.state import Receiver
 from instep.source.layout import Saved, layout
@@ -131,7 +130,7 @@ class TransformersEngine:
         self.gate.refuse(reason)
 
 
-class ModelHost(NeverRebuilds, NoAdapters):
+class ModelHost(PlainHost):
     """The model as a receiver's worker. Its loader takes the names that `save_pretrained`
     writes."""
 
@@ -160,13 +159,7 @@ class ModelHost(NeverRebuilds, NoAdapters):
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the model's has {list(place.view.shape)}")
             load_region(live[place.parts[0]].detach(), place.view, tensor)
 
-    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
-        return shape_only(self.model)
-
     @contextmanager
     def reload(self) -> Iterator[None]:
         """A transformers model derives nothing from its weights: loading is all there is to a session."""
         yield
-
-    def spare(self, parameter: str) -> tuple[int, str | None]:  # noqa: ARG002
-        return 0, None

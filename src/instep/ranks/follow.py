@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
+import torch
 
 from instep.digest import Bytes
 from instep.errors import EngineState, InstepError, SyncError
@@ -17,7 +18,7 @@ from instep.ranks.gather import ByteRange, Join, Meeting, give
 from instep.ranks.ipc import Expose, PartSums, Shared, Sharing
 from instep.ranks.liveness import Liveness, liveness
 from instep.ranks.run import Run
-from instep.ranks.segment import Sums, Window, Write, compare, sum_up, write
+from instep.ranks.segment import Sums, Window, Write, sum_up
 from instep.ranks.standing import Standing
 from instep.receipt import Receipt
 from instep.source import unchanged
@@ -114,13 +115,13 @@ class Follower:
         view = self.window.open(wanted.segment, run.size)
         self.standing.note(self.given[1])
         with unchanged(self.module):
-            write(run, self.channel.rank, self.module.memory, view)
+            run.put(self.channel.rank, self.module.memory, torch.from_numpy(view), 0, run.size)
         self.written = (run, view)
 
     def sum_up(self, _: msgspec.Raw) -> Sums:
         assert self.written is not None
         (run, view), self.written = self.written, None
-        compare(run, self.channel.rank, self.module.memory, view)
+        run.compare(self.channel.rank, self.module.memory, torch.from_numpy(view))
         self.standing.check()
         return sum_up(view, run, self.channel.rank, self.channel.size)
 

@@ -122,7 +122,7 @@ class SharedIpc(IpcTransport):
         self.laid: _Laid | None = None
 
     def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
-        return super().why_not(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
+        return super().why_not(device, workers) or self.source.elsewhere
 
     def publish(self, tensors: list[TensorMeta], _: Iterable[tuple[str, torch.Tensor]]) -> Published:
         """Publishes the version. If no shard has moved since the last time, only the digests are

@@ -164,5 +164,10 @@ class RankedSource:
         return frozenset(self.descriptions[0].made)
 
     @property
+    def elsewhere(self) -> str | None:
+        """The reason against transports that stay on one host, or None."""
+        return "a rank of the trainer is on another host" if self.channel.spread else None
+
+    @property
     def device(self) -> torch.device:
         return self.module.device

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
 
 import torch
 
+from instep.errors import SourceError
 from instep.plan.buckets import layout, padded
 from instep.plan.region import view
 from instep.plan.shards import Piece
@@ -22,30 +22,19 @@ Memory = Callable[[str], torch.Tensor]
 """This rank's part of a live tensor, flat."""
 
 
-@dataclass(frozen=True)
 class Run:
     """Tensors laid out one after the other. given: the pieces of each rank, in the order of the
-    tensors. A rank that follows knows its own pieces alone."""
+    tensors. A rank that follows knows its own pieces alone. Nothing of it changes."""
 
-    tensors: Sequence[TensorMeta]
-    given: Mapping[int, Sequence[Piece]]
-    metas: dict[str, TensorMeta] = field(init=False)
-    offsets: dict[str, int] = field(init=False)
-    size: int = field(init=False)
-    _ends: dict[int, list[int]] = field(init=False)
-    """By rank, where the tensor of each piece ends, in ascending order."""
-    _gaps: list[tuple[int, int]] = field(init=False)
-    """Bytes between tensors."""
-
-    def __post_init__(self) -> None:
-        offsets, size = layout(self.tensors)
-        object.__setattr__(self, "metas", {meta.name: meta for meta in self.tensors if not meta.alias_of})
-        object.__setattr__(self, "offsets", offsets)
-        object.__setattr__(self, "size", size)
-        after = [(offsets[name] + meta.nbytes, offsets[name] + padded(meta.nbytes)) for name, meta in self.metas.items()]
-        object.__setattr__(self, "_gaps", [(first, last) for first, last in after if first < last])
-        ends = {name: offsets[name] + meta.nbytes for name, meta in self.metas.items()}
-        object.__setattr__(self, "_ends", {rank: [ends[piece.tensor] for piece in pieces] for rank, pieces in self.given.items()})
+    def __init__(self, tensors: Sequence[TensorMeta], given: Mapping[int, Sequence[Piece]]) -> None:
+        self.tensors, self.given = tensors, given
+        self.metas = {meta.name: meta for meta in tensors if not meta.alias_of}
+        self.offsets, self.size = layout(tensors)
+        ends = {name: self.offsets[name] + meta.nbytes for name, meta in self.metas.items()}
+        self._ends = {rank: [ends[piece.tensor] for piece in pieces] for rank, pieces in given.items()}
+        """By rank, where the tensor of each piece ends, in ascending order."""
+        self._gaps = [(end, self._end(self.metas[name])) for name, end in ends.items() if end < self._end(self.metas[name])]
+        """Bytes between tensors."""
 
     def stretches(self, names: Sequence[str]) -> Iterator[tuple[int, int, list[TensorMeta]]]:
         """Yields the byte ranges of these tensors, with the tensors in each. Adjacent tensors share
@@ -114,15 +103,14 @@ class Run:
         for meta, part in self.parts(rank, low, high):
             self.spot(room, low, meta, part).copy_(view(memory(part.live), part.rows.read))
 
-    def different(self, rank: int, memory: Memory, room: torch.Tensor) -> str | None:
-        """Returns the first tensor whose bytes on this rank differ from `room`, which is the whole
-        run, or None. rank: this rank."""
+    def compare(self, rank: int, memory: Memory, room: torch.Tensor) -> None:
+        """Reads again what this rank has put into `room`, which is the whole run. Raises `SourceError`
+        for the first tensor that has changed. rank: this rank."""
         for meta, part in self.parts(rank, 0, self.size):
             there, own = self.spot(room, 0, meta, part), view(memory(part.live), part.rows.read)
             bits = BITS[ITEM_BYTES[meta.dtype]]
             if not torch.equal(there.view(bits), own.to(there.device, there.dtype).view(bits)):
-                return meta.name
-        return None
+                raise SourceError.changed(meta.name)
 
     def clear_gaps(self, room: torch.Tensor, low: int, high: int) -> None:
         """Writes zeros between the tensors, because digests count them."""

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import torch
 
 from instep.digest import BLOCK_BYTES, Bytes, all_flags, all_sums, from_flags, from_sums
-from instep.errors import SourceError, TransportError
+from instep.errors import TransportError
 from instep.protocol import TensorMeta
-from instep.ranks.run import Memory, Run
+from instep.ranks.run import Run
 from instep.transport.bucket_digests import Result
 from instep.transport.shm.segment import directory
 
@@ -68,17 +67,6 @@ class Window:
 
     def close(self) -> None:
         self.file, self.view = None, np.empty(0, np.uint8)
-
-
-def write(run: Run, rank: int, memory: Memory, view: Bytes) -> None:
-    run.put(rank, memory, torch.from_numpy(view), 0, run.size)
-
-
-def compare(run: Run, rank: int, memory: Memory, view: Bytes) -> None:
-    """Reads again what this rank has written, after all ranks have written. Raises `SourceError`
-    where it has changed."""
-    if (name := run.different(rank, memory, torch.from_numpy(view))) is not None:
-        raise SourceError.changed(name)
 
 
 def sum_up(view: Bytes, run: Run, rank: int, ranks: int) -> Sums:

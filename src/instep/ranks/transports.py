@@ -14,7 +14,7 @@ from instep.protocol import Identity, TensorMeta, decode
 from instep.ranks.gather import ByteRange
 from instep.ranks.ipc import SharedIpc
 from instep.ranks.lead import RankedSource
-from instep.ranks.segment import Sums, Write, add_up, compare, sum_up, write
+from instep.ranks.segment import Sums, Write, add_up, sum_up
 from instep.transport import Placed, Transport
 from instep.transport.auto import AutoTransport
 from instep.transport.broadcast.publish import BroadcastTransport
@@ -33,20 +33,21 @@ class SharedShm(ShmTransport):
         self.source = source
 
     def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
-        return super().why_not(device, workers) or ("a rank of the trainer is on another host" if self.source.channel.spread else None)
+        return super().why_not(device, workers) or self.source.elsewhere
 
     def _brought(self, segment: Segment, tensors: list[TensorMeta], _: Values) -> Result:
         source, channel = self.source, self.source.channel
         run = source.run(tensors)
         view = segment.view[: run.size]
+        room = torch.from_numpy(view)
         channel.tell("write", Write(segment.name, tensors))
         source.standing.note(source.runs[True].given[0])
-        run.clear_gaps(torch.from_numpy(view), 0, run.size)
-        write(run, 0, source.module.memory, view)
+        run.clear_gaps(room, 0, run.size)
+        run.put(0, source.module.memory, room, 0, run.size)
         channel.collect()
-        source.fill_made(run, torch.from_numpy(view), 0, run.size)
+        source.fill_made(run, room, 0, run.size)
         channel.tell("sum")
-        compare(run, 0, source.module.memory, view)
+        run.compare(0, source.module.memory, room)
         source.standing.check()
         own = sum_up(view, run, 0, channel.size)
         return add_up(run, [own, *(decode(answer, Sums) for answer in channel.collect())])

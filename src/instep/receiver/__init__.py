@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from instep.errors import PlanError
-from instep.receiver.layout import Layout
+from instep.receiver.layout import Layout, shape_only
 
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 """Writes a layer's parameters, given by their names within the layer."""
@@ -114,12 +114,26 @@ class Host(Protocol):
         `PlanError` where the engine serves no adapters."""
 
 
-class NeverRebuilds:
-    """Base of a `Host` that derives state in a reload session alone. Its session is as good as an
-    initial load, and its modules hold no caches."""
+MERGED = "push the model with its adapter merged: WeightSync(source=model)"
 
+
+class PlainHost:
+    """Base of a `Host` that keeps its tensors as its loader takes them, and derives state in a reload
+    session alone. Its session is as good as an initial load, its modules hold no caches, and it
+    serves no adapters."""
+
+    model: torch.nn.Module
     always_reloads: str | None = None
     software: str = "the engine"
+
+    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
+        return shape_only(self.model)
+
+    def spare(self, parameter: str) -> tuple[int, str | None]:  # noqa: ARG002
+        return 0, None
+
+    def adapter(self, number: int) -> Host:  # noqa: ARG002
+        raise PlanError("this engine serves no LoRA adapters", next_step=MERGED)
 
     def fresh(self, fill: int) -> Fresh | None:  # noqa: ARG002
         return None
@@ -138,13 +152,3 @@ class NeverRebuilds:
 
     def refresh(self) -> None:
         raise NotImplementedError
-
-
-MERGED = "push the model with its adapter merged: WeightSync(source=model)"
-
-
-class NoAdapters:
-    """Base of a `Host` that serves no LoRA adapters."""
-
-    def adapter(self, number: int) -> Host:  # noqa: ARG002
-        raise PlanError("this engine serves no LoRA adapters", next_step=MERGED)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from instep.errors import PlanError
 from instep.protocol import TensorMeta
-from instep.receiver import NeverRebuilds, NoAdapters
-from instep.receiver.layout import Layout, shape_only
+from instep.receiver import PlainHost
 
 
-class AdapterHost(NeverRebuilds, NoAdapters, ABC):
+class AdapterHost(PlainHost, ABC):
     """Serves one LoRA adapter, whole on each worker. rank, world_size, device: those of the
     worker."""
 
@@ -53,17 +52,11 @@ class AdapterHost(NeverRebuilds, NoAdapters, ABC):
         for name, tensor in tensors:
             self.model.get_parameter(name).detach().copy_(tensor)
 
-    def checkpoint_layout(self) -> AbstractContextManager[Layout]:
-        return shape_only(self.model)
-
     @contextmanager
     def reload(self) -> Iterator[None]:
         yield
         tensors = {name: param.detach().clone().cpu() for name, param in self.model.named_parameters()}
         self.install(tensors, self.config)
-
-    def spare(self, parameter: str) -> tuple[int, str | None]:  # noqa: ARG002
-        return 0, None
 
 
 ALONE = "push the base weights alone: `with model.disable_adapter(): sync.push(...)`"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from instep.receiver.evidence import Holdings, Place
 from instep.receiver.initial import Compared, compare
 from instep.receiver.rebuilt import DERIVED, try_rebuilding
 from instep.receiver.regions import Tensors, copy_regions, offered
-from instep.receiver.rehearsal import Scrambled
+from instep.receiver.rehearsal import scrambled
 from instep.receiver.structure import Structure
 from instep.receiver.watcher import layer_of
 
@@ -46,9 +46,8 @@ class Arrival(Protocol):
 
     once: bool
     """Whether they pass by, and can be moved only once."""
-
-    def tensors_of(self) -> Sequence[TensorMeta]:
-        """Returns the version's tensors."""
+    listed: Sequence[TensorMeta]
+    """The version's tensors."""
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:
         """Starts the copies of direct layers. Returns the tensors that other layers read, which are
@@ -124,7 +123,7 @@ class Applier:
             return
         rehearsed = self._rehearse(arrival, watched) if first and watched else None
         if in_turn and rehearsed:  # made-up weights: the version's are gone after loading
-            self._compare(arrival, Scrambled(arrival.tensors_of(), self.host.device))
+            self._compare(arrival, scrambled(arrival.listed, self.host.device))
         self.session(tensors)
         if rehearsed:
             self._find_derived(rehearsed.look, self.look())
@@ -141,12 +140,7 @@ class Applier:
         """Compares the model with the engine's initial load, once: later sessions run the same code
         with other weights. tensors: those that the last session was given."""
         if self.compared is None:
-            self.compared = compare(self.host, self.plan, tensors, Scrambled(arrival.tensors_of(), self.host.device, turn=1))
-
-    def alike(self) -> int:
-        """Returns how many layers were compared with what the engine's initial load makes of
-        them."""
-        return len(self.compared.layers & (self.routes.keys() | self.plan.reload_only.keys())) if self.compared else 0
+            self.compared = compare(self.host, self.plan, tensors, scrambled(arrival.listed, self.host.device, turn=1))
 
     def trusted(self) -> dict[str, str]:
         """Returns layers whose state could not be read back or compared, and why. They hold what
@@ -188,9 +182,11 @@ class Applier:
         them in."""
         return [route for layer in sorted(layers) for route in self.routes.get(layer, ()) if route.tensor is not None]
 
-    def layers(self) -> tuple[list[str], list[str], dict[str, str]]:
-        """Returns the layers on `direct`, `rebuild` and `reload`, each in order."""
-        return sorted(self.direct), sorted(self.rebuild), dict(sorted(self.reload.items()))
+    def told(self) -> dict[str, Any]:
+        """Returns what a `WorkerReceipt` says of the layers."""
+        compared = self.compared.layers & (self.routes.keys() | self.plan.reload_only.keys()) if self.compared else ()
+        ways = {"direct": sorted(self.direct), "rebuilt": sorted(self.rebuild), "reload": dict(sorted(self.reload.items()))}
+        return {**ways, "unproved": self.trusted(), "compared": len(compared)}
 
     def session(self, tensors: Tensors) -> None:
         """Runs the engine's reload session for the layers on reload. Layers that the session leaves
@@ -241,7 +237,7 @@ class Applier:
         """Runs a reload session with made-up weights. Returns None, and leaves every layer on
         reload, if the engine's loader refuses them."""
         try:
-            self.session(Scrambled(arrival.tensors_of(), self.host.device))
+            self.session(scrambled(arrival.listed, self.host.device))
         except Exception as error:
             why = f"the engine's loader did not take other weights: {type(error).__name__}: {error}"
             self.reload = {layer: why if reason == UNDECIDED else reason for layer, reason in self.reload.items()}

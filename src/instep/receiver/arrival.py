@@ -9,7 +9,7 @@ on the way. For bytes that pass by in buckets see `stream.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +21,7 @@ from instep.protocol import Manifest, Route, TensorMeta
 from instep.receiver import cuda_compare
 from instep.receiver.apply import Applier
 from instep.receiver.copies import Copies
+from instep.receiver.lazy import Lazy
 from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, Puller
 from instep.receiver.regions import Tensors, copy_regions, holds
@@ -40,33 +41,14 @@ class Prepared:
     arrival: Future[tuple[float, dict[str, int]]]
 
 
-class Lazy(Mapping[str, torch.Tensor]):
-    """Makes tensors when they are asked for, and keeps none of them."""
-
-    def __init__(self, metas: Mapping[str, TensorMeta], make: Callable[[TensorMeta], torch.Tensor]) -> None:
-        self.metas, self.make = metas, make
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.make(self.metas[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.metas)
-
-    def __len__(self) -> int:
-        return len(self.metas)
-
-
 class Seen:
     """Bytes that are mapped into this process's address space. reader: whose bytes they are, where
     they lie in one run."""
 
     once = False
 
-    def __init__(self, tensors: Tensors, metas: Sequence[TensorMeta], reader: Visible | None = None) -> None:
-        self.tensors, self.metas, self.reader = tensors, metas, reader
-
-    def tensors_of(self) -> Sequence[TensorMeta]:
-        return self.metas
+    def __init__(self, tensors: Tensors, listed: Sequence[TensorMeta], reader: Visible | None = None) -> None:
+        self.tensors, self.listed, self.reader = tensors, listed, reader
 
     def move(self, copies: Copies, _: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         strips = self._strips(copies)
@@ -82,8 +64,8 @@ class Seen:
             return None
         offsets = self.reader.offsets
         strips = copies.worked_out[1] if copies.worked_out else None
-        if not isinstance(strips, Strips) or not strips.holds_for(copies, self.metas, offsets):
-            strips = Strips(copies, self.metas, offsets)
+        if not isinstance(strips, Strips) or not strips.holds_for(copies, self.listed, offsets):
+            strips = Strips(copies, self.listed, offsets)
             copies.worked_out = ("strips", strips)
         return strips, self.reader.flat.data_ptr()
 
@@ -128,15 +110,13 @@ class Pulled:
     def __init__(self, manifest: Manifest, reader: Remote, launch: int, wholes: Collection[str] = ()) -> None:
         self.address, self.reader, self.in_one = manifest.location.address, reader, wholes
         self.theirs: dict[str, int] = {}
-        self.metas = {meta.name: meta for meta in manifest.tensors}
+        self.listed: Sequence[TensorMeta] = manifest.tensors
+        self.metas = {meta.name: meta for meta in self.listed}
         self.direct: Parts = {}
         self.puller: Puller | None = None  # of direct layers, where there are any
         self.watched: Copies | None = None
         self.reads: tuple[cuda_compare.Reads, list[int]] | None = None
         reader.wait_for(launch)  # before anything is pulled, or written
-
-    def tensors_of(self) -> list[TensorMeta]:
-        return list(self.metas.values())
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         if copies.routes:

@@ -3,12 +3,12 @@ the very same layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from instep.protocol import Region
+from instep.receiver.lazy import Lazy
 from instep.receiver.regions import Tensors
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
         return
     made, before = applier.look(), {layer: _computes(applier, layer) for layer in candidates}
     same = {layer for layer in candidates if before[layer] is not None}
-    same = {layer for layer in same if _rebuilt(applier, layer, Zeros(tensors))}
+    same = {layer for layer in same if _rebuilt(applier, layer, Lazy(tensors, torch.zeros_like))}
     applier.host.refresh()
     of_zeros = applier.look()
     same = {layer for layer in same if all(of_zeros.followed(made, place) for place in applier.derived[layer])}
@@ -74,19 +74,3 @@ def _computes(applier: Applier, layer: str) -> torch.Tensor | None:
 
 def _equal(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     return before is not None and now is not None and torch.equal(before, now)
-
-
-class Zeros(Mapping[str, torch.Tensor]):
-    """Tensors of the same names and shapes, made when they are asked for."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.zeros_like(self.tensors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)

@@ -6,42 +6,36 @@ element and in every simple statistic. They need none of the trainer's bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
 import torch
 
 from instep.digest import seed_of
 from instep.protocol import TensorMeta
-from instep.receiver.regions import bits
+from instep.receiver.lazy import Lazy
+from instep.receiver.regions import Tensors, bits
 
 PERIOD = 8191
 """A prime: rows of a matrix differ from each other, whatever their length."""
 
 
-class Scrambled(Mapping[str, torch.Tensor]):
-    """Tensors of the given names, shapes and dtypes, made when they are asked for. An alias has the
-    values of the tensor that it stands for.
+def scrambled(tensors: Iterable[TensorMeta], device: str, turn: int = 0) -> Tensors:
+    """Returns tensors of the given names, shapes and dtypes, made when they are asked for. An alias
+    has the values of the tensor that it stands for.
 
     Numbers are from 16 to 32, in a different order for each tensor; with `turn=1` from 32 to 64.
     Integers are zeros, which are valid as indices.
     """
+    metas = {meta.name: meta for meta in tensors}
+    order = torch.arange(PERIOD, device=device, dtype=torch.int64) * 3001 % PERIOD
+    numbers = 2**turn * (16 + 16 * order.to(torch.float32) / PERIOD)
 
-    def __init__(self, metas: Iterable[TensorMeta], device: str, turn: int = 0) -> None:
-        self.metas, self.device = {meta.name: meta for meta in metas}, device
-        order = torch.arange(PERIOD, device=device, dtype=torch.int64) * 3001 % PERIOD
-        self._numbers = 2**turn * (16 + 16 * order.to(torch.float32) / PERIOD)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        meta = self.metas[name]
+    def made(meta: TensorMeta) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, meta.dtype)
         if not dtype.is_floating_point:
-            return torch.zeros(meta.shape, dtype=dtype, device=self.device)
-        start = seed_of(self.metas[meta.alias_of or name]) % PERIOD
-        period = bits(self._numbers.roll(-start).to(dtype))
+            return torch.zeros(meta.shape, dtype=dtype, device=device)
+        start = seed_of(metas[meta.alias_of or meta.name]) % PERIOD
+        period = bits(numbers.roll(-start).to(dtype))
         return period.repeat(-(-meta.numel // PERIOD))[: meta.numel].view(dtype).view(meta.shape)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.metas)
-
-    def __len__(self) -> int:
-        return len(self.metas)
+    return Lazy(metas, made)

@@ -241,7 +241,7 @@ class Receiver(Serves):
             with torch.no_grad():
                 applier.apply(arrival)
                 sums = self.expected.sums(wanted.digests)  # this and the next line run while the GPU copies
-                layers, trusted, alike = applier.layers(), applier.trusted(), applier.alike()
+                layers = applier.told()
                 arrival.settle()
                 applied = time.perf_counter()
                 proof = arrival.prove(applier)
@@ -263,9 +263,7 @@ class Receiver(Serves):
         seconds = {"arrive": arrived, "apply": applied - started, "read_back": done - applied}
         if applier.compared is not None and applier.compared is not compared:
             seconds["initial"] = applier.compared.seconds
-        sums_told = proof.sums() if told else {}
-        found = WorkerReceipt(self.host.rank, seconds, *layers, proof.tensors, proved=proved, unproved=trusted)
-        return structs.replace(found, compared=alike, **sums_told)
+        return WorkerReceipt(self.host.rank, seconds, read_back=proof.tensors, proved=proved, **layers, **(proof.sums() if told else {}))
 
     def abort(self, request: Request) -> None:
         """Forgets what this trainer prepared, and ends its lease. Safe to repeat; a dirty worker stays dirty."""

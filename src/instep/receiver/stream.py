@@ -103,15 +103,13 @@ class Streamed:
 
     def __init__(self, manifest: Manifest, reader: Passing, wholes: Collection[str] = ()) -> None:
         self.manifest, self.reader, self.in_one = manifest, reader, wholes
+        self.listed: Sequence[TensorMeta] = manifest.tensors
         self.wholes: dict[str, int] = {}
         self.direct: Parts = {}
         self.theirs: dict[str, int] = {}
         self.read: list[int] = []
         self.aside: StreamedStateDict | None = None
         reader.begin()  # nothing is written before all ranks take part
-
-    def tensors_of(self) -> list[TensorMeta]:
-        return self.manifest.tensors
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Mapping[str, torch.Tensor]:
         """Starts the copies. With `in_turn` a bucket is received when the loader asks for something

@@ -212,7 +212,7 @@ def test_engines_that_left_again_do_not_count(listener: TcpListener, echo: Echo)
     door.serve(echo.answer)
     rpc = listener.arrived.get(timeout=20)
     door.close()
-    until(lambda: rpc.lost)
+    until(lambda: rpc.requests.lost)
     listener.arrived.put(rpc)
     with pytest.raises(TransportError, match="0 of 1"):
         listener.accept(1, timeout=0.2)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from instep.dropin.torchrl.weights import JOIN, Joining, differences
+from instep.dropin.torchrl.weights import JOIN, Joining, check_told
 from instep.engine.remote.ray import RayRpc
-from instep.engine.remote.rpc import outcome
+from instep.engine.remote.rpc import failed
 from instep.engine.remote.tcp import TcpDoor
-from instep.errors import InstepError, PlanError
+from instep.errors import InstepError
 from instep.protocol import TensorMeta
 
 
@@ -51,20 +51,8 @@ class Forward:
         """The actor's answer. Never raises."""
         try:
             if method == JOIN:
-                self._compare(payload)
+                theirs, _ = msgspec.msgpack.decode(payload, type=Joining)
+                check_told(theirs, self.announced, "at the receiver")
             return await self.rpc.call(method, payload)
         except InstepError as error:
-            return await outcome(_raised(error))
-
-    def _compare(self, payload: bytes) -> None:
-        theirs, _ = msgspec.msgpack.decode(payload, type=Joining)
-        if different := differences(
-            {meta.name: meta for meta in theirs},
-            self.announced,
-            ("at the trainer", "at the receiver"),
-        ):
-            raise PlanError(f"trainer and receiver were told of different models: {different}")
-
-
-async def _raised(error: Exception) -> None:
-    raise error
+            return failed(error)

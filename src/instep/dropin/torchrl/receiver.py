@@ -15,9 +15,9 @@ from instep.dropin.torchrl.context import FromContext
 from instep.dropin.torchrl.forward import Forward
 from instep.dropin.torchrl.reach import door_of, engine_of, in_actors, ways_to_actors
 from instep.dropin.torchrl.scheme import LocalPush
-from instep.dropin.torchrl.weights import JOIN, Joining, Metadata, described, differences, open_weights
+from instep.dropin.torchrl.weights import JOIN, Joining, Metadata, check_told, described, open_weights
 from instep.engine import connect
-from instep.engine.remote.rpc import Door, Endpoint, outcome
+from instep.engine.remote.rpc import Door, Endpoint, failed, outcome
 from instep.errors import ConfigError, PlanError, TransportError
 from instep.protocol import TensorMeta
 
@@ -110,7 +110,7 @@ class VLLMWeightReceiver(FromContext):
         if method == JOIN:
             return await outcome(self._join(payload))
         if endpoint is None:
-            return await outcome(self._closed())
+            return failed(ConfigError("this receiver lets no trainer in", next_step="call its init_all_workers_group"))
         return await endpoint.answer(method, payload)
 
     async def _through(self, door: Door, method: str, payload: bytes) -> bytes:
@@ -118,19 +118,17 @@ class VLLMWeightReceiver(FromContext):
             self._came = door
         return await self.aanswer(method, payload)
 
-    async def _closed(self) -> None:
-        raise ConfigError("this receiver lets no trainer in", next_step="call its init_all_workers_group")
-
     async def _join(self, payload: bytes) -> bool:
         theirs, timeout = msgspec.msgpack.decode(payload, type=Joining)
         if self._endpoint is None:
             return False
         self._endpoint.timeout = timeout
-        if different := differences({meta.name: meta for meta in theirs}, self._announced, ("at the trainer", "here")):
-            error = PlanError(f"trainer and receiver were told of different models: {different}")
+        try:
+            check_told(theirs, self._announced, "here")
+        except PlanError as error:
             if not self._joined.done():
                 self._joined.set_exception(error)
-            raise error
+            raise
         if not self._joined.done():
             self._joined.set_result(None)
         return True

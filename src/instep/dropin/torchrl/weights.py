@@ -45,6 +45,12 @@ def differences(here: Mapping[str, TensorMeta], there: Mapping[str, TensorMeta],
     return "; ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3) if found else None
 
 
+def check_told(theirs: Iterable[TensorMeta], announced: Mapping[str, TensorMeta], here: str) -> None:
+    """Raises `PlanError` where a trainer was told of other tensors than `announced`. here: where these were."""
+    if different := differences({meta.name: meta for meta in theirs}, announced, ("at the trainer", here)):
+        raise PlanError(f"trainer and receiver were told of different models: {different}")
+
+
 def open_weights(weights: Any, names: Collection[str] | None = None) -> Source:
     """Weights in any of TorchRL's forms as a source: a module, a TensorDict, a mapping, or pairs of a
     name and a tensor.

@@ -89,7 +89,12 @@ async def outcome(action: Awaitable[Any]) -> bytes:
     except TimeoutError:
         return encode(Outcome(Fault(LATE_THERE, "")))
     except Exception as error:
-        return encode(Outcome(fault_of(error, otherwise="EngineLost")))
+        return failed(error)
+
+
+def failed(error: Exception) -> bytes:
+    """Returns an encoded error."""
+    return encode(Outcome(fault_of(error, otherwise="EngineLost")))
 
 
 class AskedEngine(ABC):

@@ -26,13 +26,9 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
     It gives None where the text holds a call that the parser cannot read: vLLM takes that for an ordinary answer, and loses valid calls
     beside it. Raises `ConfigError` for a parser that this vLLM does not have or that does not suit the tokenizer.
     """
+    manager, ChatCompletionRequest = _vllm()
     try:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-    except ImportError as error:
-        raise ConfigError(f"vLLM's tool parsers cannot be imported: {error}", next_step="install vLLM 0.26 or later") from error
-    try:
-        kind = ToolParserManager.get_tool_parser(name)
+        kind = manager.get_tool_parser(name)
         kind(tokenizer)
     except KeyError as error:
         raise ConfigError(f"vLLM has no tool parser {name!r}; it has {', '.join(names())}") from error
@@ -69,11 +65,17 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
 
 def names() -> list[str]:
     """Returns the names of the parsers that this vLLM has."""
+    manager, _ = _vllm()
+    return sorted({*manager.lazy_parsers, *manager.tool_parsers})
+
+
+def _vllm() -> tuple[Any, Any]:
     try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         raise ConfigError(f"vLLM's tool parsers cannot be imported: {error}", next_step="install vLLM 0.26 or later") from error
-    return sorted({*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers})
+    return ToolParserManager, ChatCompletionRequest
 
 
 def _looks_like_a_call(parser: Any, text: str) -> bool:
