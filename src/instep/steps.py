@@ -1,6 +1,6 @@
 """The steps of a push, in the order in which `sync.py` takes them. Each takes what the one before it gave.
 
-An `Attempt` goes through them. Where engines refuse and keep their weights, `prepare` or `commit` returns the next attempt.
+An `Attempt` goes through them. Where engines turn it down and keep their weights, `sync.py` makes the next one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ published could not be opened by all of them."""
 
 @dataclass(frozen=True)
 class Attempt:
-    """Engines that are to take the version. found: the last look at the source, if still
-    current."""
+    """Engines that are to take the version. found: the last look at the source, if still current."""
 
     name: AttemptName
     members: Sequence[Member]
@@ -47,6 +46,13 @@ class Ready:
 
     members: Sequence[Member]
     fused: bool
+
+
+@dataclass(frozen=True)
+class TurnedDown:
+    """Engines keep what they serve. why: one is not as the last push left it, or cannot open what was published."""
+
+    why: Literal["not as left", "not reached"]
 
 
 @dataclass(frozen=True)
@@ -160,32 +166,28 @@ class Push(Account):
             )
         return scores
 
-    async def prepare(self, attempt: Attempt, sent: Sent) -> Ready | Attempt:
-        """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all.
+    def fuse(self, attempt: Attempt, sent: Sent) -> Ready | None:
+        """Leaves the preparation to the commit for a single trusted engine whose bytes lie where it found the last ones: there is no other
+        engine to hold back. Returns None for others."""
+        first, *others = attempt.members
+        fits = not others and first.finds_where_it_was(sent.manifest) and fused(first.engine) is not None
+        return Ready(attempt.members, fused=True) if fits and self.session.transport.digests_apart else None
 
-        A single trusted engine whose bytes lie at the same address prepares within its commit: there is no other engine to hold back.
-        Where a trusted engine refuses, the next attempt asks all; where the transport does not get the version to one, the next attempt
-        takes another.
-        """
+    async def prepare(self, attempt: Attempt, sent: Sent) -> Ready | TurnedDown:
+        """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all."""
         members, transport = attempt.members, self.session.transport
         transport.use(sent.manifest.location.transport)
-        if self._can_fuse(members, sent):
-            return Ready(members, fused=True)
         failure = await self._prepare(members, sent)
         if attempt.name == "trusted" and any(isinstance(member.failure, VersionConflict) for member in members):
-            return await self.ask()
+            return TurnedDown("not as left")
         if isinstance(failure, TransportError) and transport.give_up(failure, [member.failure for member in members]):
             for member in members:
                 member.failure = None
-            return Attempt("another transport", members)
+            return TurnedDown("not reached")
         if failure is not None:
             raise failure
         transport.reached()
         return Ready([member for member in members if member.failure is None], fused=False)
-
-    def _can_fuse(self, members: Sequence[Member], sent: Sent) -> bool:
-        engine = fused(members[0].engine) if len(members) == 1 and members[0].finds_where_it_was(sent.manifest) else None
-        return engine is not None and self.session.transport.digests_apart
 
     async def _prepare(self, members: Sequence[Member], sent: Sent) -> InstepError | None:
         fleet, transport = self.session.fleet, self.session.transport
@@ -200,15 +202,13 @@ class Push(Account):
         await fleet.withdraw([member for member in members if member.failure])  # some of its workers may have prepared the version
         return None
 
-    async def commit(self, ready: Ready, sent: Sent) -> Done | Attempt:
-        """Commits on each engine between two of its steps. Raises where `require="all"` and one does not serve the new version afterwards.
-
-        Where a fused commit is refused, and the engine still serves the old version, the next attempt asks it why.
-        """
+    async def commit(self, ready: Ready, sent: Sent) -> Done | TurnedDown:
+        """Commits on each engine between two of its steps. Raises where `require="all"` and one does
+        not serve the new version afterwards. A fused commit that changed nothing is turned down."""
         members = ready.members
         done = await self._commit(members, sent)
         if ready.fused and members[0].failure and members[0].serving == "old":
-            return await self.ask()
+            return TurnedDown("not as left")
         if done:
             self.session.keep(sent)
         self._remaining(members)

@@ -158,8 +158,10 @@ class WeightSync:
                 return await self._bring(push, replace(asked, members=behind), again=current.for_those_behind())
 
     async def _bring(self, push: Push, attempt: Attempt, *, base: str | None = None, again: Sent | None = None) -> Receipt:
-        """Makes one attempt after another until engines serve the version. Each assumes less
-        about the engines.
+        """Makes one attempt after another until engines serve the version. Each assumes less:
+
+            trusted (also fused)  an engine is not as the last push left it   ──▶ asked
+            any of them           an engine cannot open what was published    ──▶ another transport
 
         again: the earlier publication, for a catch-up. It is published once more if its bytes were
         the trainer's own, or if engines cannot open it as it is; the new publication must then have
@@ -170,12 +172,12 @@ class WeightSync:
         while True:
             attempt, described = await push.plan(attempt, tensors, keep_dtypes=again is not None)
             sent = sent or push.publish(attempt, described, base, again.known if again else None)
-            step: Ready | Done | Attempt = await push.prepare(attempt, sent)
-            if isinstance(step, Ready):
-                step = await push.commit(step, sent)
-            if isinstance(step, Done):
-                return await push.receipt(step, sent)
-            attempt, sent = step, None
+            step = push.fuse(attempt, sent) or await push.prepare(attempt, sent)
+            end = await push.commit(step, sent) if isinstance(step, Ready) else step
+            if isinstance(end, Done):
+                return await push.receipt(end, sent)
+            attempt = await push.ask() if end.why == "not as left" else Attempt("another transport", attempt.members)
+            sent = None
 
     def status(self) -> tuple[EngineState, ...]:
         """Returns what each engine serves: asked now, or as last heard while a push is running.
