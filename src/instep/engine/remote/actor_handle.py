@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
-from instep.engine.remote.rpc import AskedEngine
+from instep.engine.remote.asked import AskedEngine
 from instep.errors import EngineLost, InstepError
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -23,6 +22,7 @@ import msgspec
 from instep.engine import CachePolicy, Engine
 from instep.engine.known import LATE
 from instep.engine.member import Member
+from instep.engine.remote.asked import AskedEngine
 from instep.engine.turns import Turns
 from instep.errors import ConfigError, EngineLost, EngineTimeout
 from instep.faults import error_of, fault_of
@@ -95,34 +95,6 @@ async def outcome(action: Awaitable[Any]) -> bytes:
 def failed(error: Exception) -> bytes:
     """Returns an encoded error."""
     return encode(Outcome(fault_of(error, otherwise="EngineLost")))
-
-
-class AskedEngine(ABC):
-    """An engine whose every method is a request to another process."""
-
-    name: str
-
-    @abstractmethod
-    async def ask(self, kind: type[T], method: str, *args: Any) -> T:
-        """Returns what the engine's `method` returned there, a `kind`. Raises what it raised."""
-
-    async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        return await self.ask(list[bytes], "call", method, payload)
-
-    async def pause(self, caches: CachePolicy) -> None:
-        await self.ask(type(None), "pause", caches)
-
-    async def resume(self) -> None:
-        await self.ask(type(None), "resume")
-
-    async def label(self, version: str) -> None:
-        await self.ask(type(None), "label", version)
-
-    async def score(self, token_ids: list[int]) -> list[float]:
-        return await self.ask(list[float], "score", token_ids)
-
-    async def refuse(self, reason: str | None) -> None:
-        await self.ask(type(None), "refuse", reason)
 
 
 class RemoteEngine(AskedEngine):
