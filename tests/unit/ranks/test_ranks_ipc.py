@@ -10,6 +10,7 @@ import torch
 
 from instep.protocol import Identity
 from instep.ranks.ipc import SharedIpc
+from instep.ranks.lead import RankedSource
 from instep.transport import host
 
 
@@ -19,8 +20,9 @@ def worker(**other: Any) -> Identity:
 
 
 def considered(device: str = "cuda:0", *, spread: bool = False, **other: Any) -> str | None:
-    source: Any = SimpleNamespace(channel=SimpleNamespace(spread=spread))
-    return SharedIpc(source).why_not(torch.device(device), [worker(), worker(**other)])
+    channel: Any = SimpleNamespace(spread=spread)
+    module: Any = None
+    return SharedIpc(RankedSource(module, channel)).why_not(torch.device(device), [worker(), worker(**other)])
 
 
 def test_ranks_and_workers_on_gpus_of_one_host_share_their_memory() -> None:
