@@ -16,7 +16,8 @@ from instep.protocol import TensorMeta
 from instep.receiver import arrival as arrivals
 from instep.receiver import regions
 from instep.receiver.apply import Applier
-from instep.receiver.arrival import Lazy, Seen
+from instep.receiver.arrival import Seen
+from instep.receiver.lazy import Lazy
 from instep.transport import Visible
 
 SHAPES = {"turned": (64, 2), "left": (8, 4), "right": (8, 4), "large": (1 << 15,), "wide": (3,)}
