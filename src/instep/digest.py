@@ -56,6 +56,11 @@ def outer_weights(seed: int, first_block: int, count: int) -> Words:
     return mix(np.arange(first_block, first_block + count, dtype=np.uint64) + np.uint64(seed)) | np.uint64(1)
 
 
+def outer_weight(seeds: Words) -> Words:
+    """Returns the weight of the first block for each seed."""
+    return mix(seeds) | np.uint64(1)
+
+
 @functools.lru_cache(maxsize=1 << 20)  # more than any model's: a list that does not fit is hashed anew in each push
 def seed_of(meta: TensorMeta) -> int:
     return xxhash.xxh3_64_intdigest(f"{meta.name}|{meta.dtype}|{tuple(meta.shape)}".encode())
@@ -119,24 +124,36 @@ def digests(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, in
     return from_sums(all_sums(data), tensors, offsets)
 
 
-def all_sums(data: Bytes) -> Words:
+def all_sums(data: Bytes, words: int = BLOCK_WORDS) -> Words:
     """Returns `block_sums` of `data`, computed on all cores. `data` is a whole number of blocks,
     whatever tensors they belong to."""
-    return np.concatenate(_by_strips(block_sums, data) or [np.empty(0, np.uint64)])
+    return np.concatenate(_by_strips(functools.partial(block_sums, words=words), data, 8 * words) or [np.empty(0, np.uint64)])
+
+
+class Blocks:
+    """Tensors that each begin a block, in a run of blocks. Worked out once: it is a few operations
+    for each block."""
+
+    def __init__(self, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> None:
+        self.names = [meta.name for meta in tensors]
+        self.counts = np.array([-(-meta.nbytes // BLOCK_BYTES) for meta in tensors], np.int64)
+        self.ends = np.cumsum(self.counts)
+        within = np.arange(self.counts.sum()) - np.repeat(self.ends - self.counts, self.counts)
+        self.seeds = np.array([seed_of(meta) for meta in tensors], np.uint64)
+        first = np.array([offsets[meta.name] // BLOCK_BYTES for meta in tensors], np.int64)
+        self.blocks = np.repeat(first, self.counts) + within
+        self.outer = mix(within.astype(np.uint64) + np.repeat(self.seeds, self.counts)) | np.uint64(1)
+
+    def digests(self, sums: Words) -> dict[str, int]:
+        """Returns the digest of each tensor from the sums of all blocks of the run."""
+        running = np.concatenate([[np.uint64(0)], np.cumsum(sums[self.blocks] * self.outer, dtype=np.uint64)])
+        totals = running[self.ends] - running[self.ends - self.counts] + self.seeds
+        return dict(zip(self.names, totals.tolist(), strict=True))
 
 
 def from_sums(sums: Words, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> dict[str, int]:
-    """Returns the digests of `digests` from the block sums, with a few operations for each
-    block."""
-    counts = np.array([-(-meta.nbytes // BLOCK_BYTES) for meta in tensors], np.int64)
-    ends = np.cumsum(counts)
-    within = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
-    seeds = np.array([seed_of(meta) for meta in tensors], np.uint64)
-    first = np.array([offsets[meta.name] // BLOCK_BYTES for meta in tensors], np.int64)
-    outer = mix(within.astype(np.uint64) + np.repeat(seeds, counts)) | np.uint64(1)
-    running = np.concatenate([[np.uint64(0)], np.cumsum(sums[np.repeat(first, counts) + within] * outer, dtype=np.uint64)])
-    totals = running[ends] - running[ends - counts] + seeds
-    return dict(zip([meta.name for meta in tensors], totals.tolist(), strict=True))
+    """Returns the digests of `digests` from the block sums."""
+    return Blocks(tensors, offsets).digests(sums)
 
 
 def non_finite(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> list[str]:
@@ -145,13 +162,13 @@ def non_finite(data: Bytes, tensors: Sequence[TensorMeta], offsets: Mapping[str,
     return from_flags({dtype: all_flags(data, dtype) for dtype in {meta.dtype for meta in tensors}}, tensors, offsets)
 
 
-def all_flags(data: Bytes, dtype: str) -> Flags:
-    """Returns for each block whether, read as `dtype`, it holds a number that is not finite.
-    bool [blocks]."""
+def all_flags(data: Bytes, dtype: str, row_bytes: int = BLOCK_BYTES) -> Flags:
+    """Returns for each block, or other row of bytes, whether, read as `dtype`, it holds a number
+    that is not finite. bool [rows]."""
     if dtype not in _NON_FINITE:
-        return np.zeros(data.size // BLOCK_BYTES, np.bool_)
-    rows = functools.partial(_non_finite_rows, dtype=dtype, row_bytes=BLOCK_BYTES)
-    return np.concatenate(_by_strips(rows, data) or [np.empty(0, np.bool_)])
+        return np.zeros(data.size // row_bytes, np.bool_)
+    rows = functools.partial(_non_finite_rows, dtype=dtype, row_bytes=row_bytes)
+    return np.concatenate(_by_strips(rows, data, row_bytes) or [np.empty(0, np.bool_)])
 
 
 def from_flags(flags: Mapping[str, Flags], tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> list[str]:
@@ -164,9 +181,10 @@ def from_flags(flags: Mapping[str, Flags], tensors: Sequence[TensorMeta], offset
     return found
 
 
-def _by_strips(job: Callable[[Bytes], Result], data: Bytes) -> list[Result]:
-    """Runs a job on pieces of CHUNK bytes."""
-    return _on_all_cores(job, [data[at : at + CHUNK] for at in range(0, data.size, CHUNK)])
+def _by_strips(job: Callable[[Bytes], Result], data: Bytes, row_bytes: int) -> list[Result]:
+    """Runs a job on pieces of whole rows, of CHUNK bytes at most."""
+    step = CHUNK // row_bytes * row_bytes
+    return _on_all_cores(job, [data[at : at + step] for at in range(0, data.size, step)])
 
 
 def _on_all_cores(job: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -178,16 +196,18 @@ def _on_all_cores(job: Callable[[Item], Result], items: Sequence[Item]) -> list[
         return list(pool.map(job, items))
 
 
-def block_sums(data: Bytes) -> Words:
-    """Returns the inner sum of each block of `data`, a whole number of blocks. uint64 [blocks]."""
-    words = data.view(np.uint64).reshape(-1, BLOCK_WORDS)
-    sums = np.empty(len(words), np.uint64)
-    scratch = _scratch()
-    for start in range(0, len(words), STRIP_BLOCKS):
-        strip = words[start : start + STRIP_BLOCKS]
+def block_sums(data: Bytes, words: int = BLOCK_WORDS) -> Words:
+    """Returns the inner sum of each block of `data`, a whole number of blocks. uint64 [blocks].
+    words: of a block, at most BLOCK_WORDS."""
+    rows = data.view(np.uint64).reshape(-1, words)
+    sums = np.empty(len(rows), np.uint64)
+    step = STRIP_BLOCKS * BLOCK_WORDS // words
+    scratch, weights = _scratch().reshape(-1)[: step * words].reshape(step, words), inner_weights()[:words]
+    for start in range(0, len(rows), step):
+        strip = rows[start : start + step]
         folded = np.right_shift(strip, np.uint64(32), out=scratch[: len(strip)])
         folded += strip
-        np.einsum("ij,j->i", folded, inner_weights(), out=sums[start : start + len(strip)])
+        np.einsum("ij,j->i", folded, weights, out=sums[start : start + len(strip)])
     return sums
 
 

@@ -108,17 +108,16 @@ class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a version's bytes lie. `address` means something to the transport alone; offsets are in bytes.
-
-    Where memory is shared in several allocations, `places` says in which of `handles` the parts of each tensor lie, and `board` in which of
-    them, and where, the trainer's GPU tells their sums (`transport.ipc.export.Exposed`). Where the version is sent in buckets of `bucket`
-    bytes, `ranks` has each worker's rank in the group, by its incarnation. sending: tells what is sent to one group apart. live: whether
-    the bytes are the trainer's own, and gone when it steps."""
+    """Where a version's bytes lie. `address` means something to the transport alone. packed: how one run of bytes is laid out
+    (`plan.packed`). places: in which of several `handles` the parts of each tensor lie; board: in which of them, and where, the trainer's
+    GPU tells their sums (`transport.ipc.export.Exposed`). A version that is sent in buckets of `bucket` bytes has each worker's rank in the
+    group in `ranks`, by its incarnation. sending: tells what is sent to one group apart. live: whether the bytes are the trainer's own,
+    and gone when it steps."""
 
     transport: str
     address: str
     nbytes: int
-    offsets: dict[str, int]
+    packed: bool = False
     handles: list[bytes] = []
     places: dict[str, list[Place]] = {}
     board: tuple[int, int] | None = None

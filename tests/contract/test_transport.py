@@ -14,7 +14,6 @@ import torch
 
 from instep.digest import CHUNK, digest
 from instep.errors import SourceError, TransportError
-from instep.plan.buckets import ALIGN
 from instep.protocol import ITEM_BYTES, Location, Manifest, TensorMeta
 from instep.transport import Published, WorkerContext
 from instep.transport.shm import segment as shm
@@ -95,7 +94,7 @@ def test_an_alias_shares_the_bytes_of_what_it_stands_for(transport: ShmTransport
     manifest = publish(transport, [("embed", torch.eye(2))], tensors)
     reader = open_location(manifest, ME)
     assert reader.tensor(tensors[0]).data_ptr() == reader.tensor(tensors[1]).data_ptr()
-    assert manifest.location.nbytes < 2 * ALIGN
+    assert manifest.location.nbytes == 64
 
 
 def test_tensors_that_are_not_finite_are_named(transport: ShmTransport) -> None:
@@ -204,11 +203,9 @@ def test_a_link_is_not_followed(transport: ShmTransport, segments: Path) -> None
 
 BAD_LOCATIONS = {
     "too short": ({"nbytes": 1 << 30}, "the manifest says"),
-    "past the end": ({"offsets": {"w": ALIGN}}, "places w outside its segment"),
-    "before the start": ({"offsets": {"w": -ALIGN}}, "places w outside"),
-    "not aligned": ({"offsets": {"w": 4}}, "places w outside"),
-    "not placed": ({"offsets": {}}, "places w outside"),
-    "negative size": ({"nbytes": -1}, "outside"),
+    "past the end": ({"nbytes": 63}, "tensors take 64 bytes, its segment has 63"),
+    "laid out otherwise": ({"packed": False}, "take 32768 bytes, its segment has 64"),
+    "negative size": ({"nbytes": -1}, "its segment has -1"),
     "another transport": ({"transport": "pigeon"}, "does not know the transport 'pigeon'; known: ipc"),
 }
 

@@ -197,7 +197,7 @@ class Together:
                 stage.tensors[meta.name] = stage.tensors[meta.name].to(getattr(torch, meta.dtype))
                 stage.digests[meta.name] = sum_of(stage.tensors[meta.name], meta)
         own = {meta.name: stage.digests[meta.name] for meta in metas if not meta.alias_of}
-        manifest = Manifest(version, None, metas, own, Location(STAGED, f"round {stage.number}", 0, {}))
+        manifest = Manifest(version, None, metas, own, Location(STAGED, f"round {stage.number}", 0))
         try:
             seconds = self.peers.timeout
             self._ask("prepare", Arrival, PrepareRequest(manifest, signature(self._listed()), lease=seconds, timeout=seconds))

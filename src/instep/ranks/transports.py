@@ -28,6 +28,8 @@ class SharedShm(ShmTransport):
     """Shared memory: every rank writes its own elements into the segment, and nothing is
     gathered."""
 
+    packed = False
+
     def __init__(self, source: RankedSource) -> None:
         super().__init__()
         self.source = source

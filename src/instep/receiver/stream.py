@@ -13,6 +13,7 @@ import torch
 
 from instep.digest_cuda import Run, Table, added, run_of
 from instep.plan.buckets import pieces
+from instep.plan.packed import packed
 from instep.plan.rows import Rows, contiguous
 from instep.protocol import Manifest, TensorMeta
 from instep.receiver import cuda_compare
@@ -60,8 +61,10 @@ class Scatter:
         self.bucket = manifest.location.bucket
         self.metas = {meta.name: meta for meta in manifest.tensors}
 
+        offsets = packed(manifest.tensors, small=False).offsets
+
         def places(meta: TensorMeta) -> list[Rows]:
-            return [contiguous(-(-meta.nbytes // 8), manifest.location.offsets[meta.name] // 8)]
+            return [contiguous(-(-meta.nbytes // 8), offsets[meta.name] // 8)]
 
         self.moves = moves(copies, self.metas, places, wholes)
         self.aside = {self.metas[name].alias_of or name for name in copies.others} | self.moves.odd.keys()

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from instep.digest import BLOCK_BYTES, CHUNK, MASK, Bytes, all_flags, block_sums, from_flags, from_sums, seed_of
+from instep.digest import BLOCK_BYTES, CHUNK, MASK, Bytes, all_flags, block_sums, seed_of
 from instep.digest_cuda import Table, in_one
 from instep.errors import SourceError
-from instep.plan.buckets import layout, padded
+from instep.plan.buckets import padded
+from instep.plan.packed import ALIGN, packed
 from instep.protocol import TensorMeta
 from instep.transport import Placed
 from instep.transport.again import described_as, second
@@ -28,7 +29,7 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def copied(view: Bytes, tensors: Sequence[TensorMeta], values: Placed, pool: Executor) -> Result:
-    """Copies every value to its place in `view` (`plan.buckets.layout`), cast to the dtype of its description, zeros up to the next.
+    """Copies every value to its place in `view` (`plan.packed`), cast to the dtype of its description, zeros up to the next.
 
     Returns digests, and names of tensors that are not finite, of the copies. Raises `SourceError` where a value is not the one that is
     described, and where the second read finds other bytes. No thread of `pool` writes to `view` any more afterwards.
@@ -43,9 +44,11 @@ class _Copy:
     def __init__(self, view: Bytes, tensors: Sequence[TensorMeta], pool: Executor) -> None:
         self.view, self.tensors, self.pool = view, tensors, pool
         self.own = [meta for meta in tensors if not meta.alias_of]
-        self.offsets, size = layout(tensors)
-        self.sums = np.zeros(size // BLOCK_BYTES, np.uint64)
-        self.flags = np.zeros(size // BLOCK_BYTES, np.bool_)
+        self.places = packed(tensors)
+        self.offsets, self.edge = self.places.offsets, self.places.edge
+        self.sums = np.zeros(self.edge // BLOCK_BYTES, np.uint64)
+        self.flags = np.zeros(self.edge // BLOCK_BYTES, np.bool_)
+        self.digests: dict[str, int] = {}
 
     def fill(self, values: Placed) -> None:
         metas = {meta.name: meta for meta in self.tensors}
@@ -57,9 +60,13 @@ class _Copy:
                 if name in given or meta.alias_of:
                     raise SourceError(f"the source gave {name} twice", tensor=name)
                 given.add(name)
-                jobs.do(self._strips(meta, value.detach()))
+                if meta.nbytes < BLOCK_BYTES:
+                    self._put(meta, value.detach())
+                else:
+                    jobs.do(self._strips(meta, value.detach()))
         if missing := {meta.name for meta in self.own} - given:
             raise SourceError(f"the source did not give {min(missing)}, which its metadata names", tensor=min(missing))
+        self.digests = self.places.with_sums(self.sums, self.view)
 
     def compare(self, values: Placed) -> None:
         on_gpus: dict[torch.device, list[tuple[TensorMeta, torch.Tensor]]] = defaultdict(list)
@@ -68,6 +75,8 @@ class _Copy:
             for meta, value in second(self.tensors, values):
                 if value.is_cuda and values.stays and value.is_contiguous() and whole(meta, value.view(-1)).readable(value.device):
                     on_gpus[value.device].append((meta, value))
+                elif meta.nbytes < BLOCK_BYTES:
+                    self._compare([self._strip(meta, at, data, data.size) for at, data in _pieces(meta, value)])
                 else:
                     jobs.do(self._strip(meta, at, data, data.size) for at, data in _pieces(meta, value))
         for device, found in on_gpus.items():
@@ -79,21 +88,19 @@ class _Copy:
         runs = [in_one(value.data_ptr(), meta, slot) for slot, (meta, value) in enumerate(found)]
         table = Table(runs, len(runs), device, copy=False)
         table.launch()
-        copies = from_sums(self.sums, [meta for meta, _ in found], self.offsets)
         for (meta, _), total in zip(found, table.result()[0], strict=True):
-            if (seed_of(meta) + total) & MASK != copies[meta.name]:
+            if (seed_of(meta) + total) & MASK != self.digests[meta.name]:
                 raise SourceError.changed(meta.name)
 
     def result(self) -> Result:
-        flagged = from_flags({meta.dtype: self.flags for meta in self.own}, self.own, self.offsets)
-        return from_sums(self.sums, self.own, self.offsets), tuple(flagged)
+        return self.digests, tuple(self.places.non_finite({meta.dtype: self.flags for meta in self.own}, self.view))
 
     def _room(self, meta: TensorMeta) -> Bytes:
         at = self.offsets[meta.name]
         return self.view[at : at + padded(meta.nbytes)]
 
     def _strips(self, meta: TensorMeta, value: torch.Tensor) -> Iterator[_Strip]:
-        """Yields the strips of a value. A value that cannot be copied as it lies is cast, made
+        """Yields the strips of a large value. A value that cannot be copied as it lies is cast, made
         contiguous or fetched from its device here, in one pass."""
         data, room = _in_place(meta, value), self._room(meta)
         if data is None:
@@ -101,6 +108,17 @@ class _Copy:
             room[meta.nbytes :] = 0
         for at in range(0, len(room), CHUNK):
             yield self._strip(meta, at, None if data is None else data[at : at + CHUNK], min(CHUNK, len(room) - at))
+
+    def _put(self, meta: TensorMeta, value: torch.Tensor) -> None:
+        """Copies a small value in this thread: another one would have to be told."""
+        low = self.offsets[meta.name]
+        end, high = low + meta.nbytes, low + -(-meta.nbytes // ALIGN) * ALIGN
+        if (data := _in_place(meta, value)) is not None:
+            self.view[low:end] = data
+        elif meta.nbytes:
+            torch.from_numpy(self.view[low:end]).view(getattr(torch, meta.dtype)).view(meta.shape).copy_(value)
+        if end < high:
+            self.view[end:high] = 0
 
     def _strip(self, meta: TensorMeta, at: int, data: Bytes | None, size: int) -> _Strip:
         low = self.offsets[meta.name] + at

@@ -11,9 +11,9 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from instep.digest import Bytes, digests
+from instep.digest import Bytes
 from instep.errors import TransportError
-from instep.plan.buckets import ALIGN, padded
+from instep.plan.packed import packed
 from instep.protocol import Manifest, TensorMeta
 from instep.transport import Visible, WorkerContext
 
@@ -23,12 +23,10 @@ class Mapped(Visible):
 
     def __init__(self, manifest: Manifest, file: int) -> None:
         location = manifest.location
-        self.offsets: dict[str, int] = location.offsets
-        self.size = location.nbytes
-        for meta in manifest.tensors:
-            at = self.offsets.get(meta.alias_of or meta.name, -1)
-            if at < 0 or at % ALIGN or at + padded(meta.nbytes) > self.size:
-                raise TransportError(f"the manifest places {meta.name} outside its segment", tensor=meta.name)
+        self.places, self.size = packed(manifest.tensors, small=location.packed), location.nbytes
+        self.offsets = self.places.offsets
+        if self.places.size > self.size:
+            raise TransportError(f"the manifest's tensors take {self.places.size} bytes, its segment has {self.size}")
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # one walk instead of a fault for each page
         self.map = mmap.mmap(file, max(self.size, 1), flags, mmap.PROT_READ)
         self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
@@ -36,8 +34,8 @@ class Mapped(Visible):
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             self.flat: torch.Tensor = torch.from_numpy(self.bytes)
 
-    def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        return digests(self.bytes[: self.size], tensors, self.offsets)
+    def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
+        return self.places.digests(self.bytes)
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         at = self.offsets[meta.alias_of or meta.name]

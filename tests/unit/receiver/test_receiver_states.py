@@ -11,6 +11,7 @@ from helpers.call_by_call import Trainer, fill, refused, serves, weights
 from helpers.toys import Checkpoint, ToyHost, described
 from torch import nn
 
+from instep.plan.packed import packed
 from instep.plan.routes import signature
 from instep.protocol import PrepareRequest
 from instep.receiver.kept import Kept
@@ -34,7 +35,7 @@ def test_bytes_that_changed_on_the_way_are_named(trainer: Trainer, host: ToyHost
     """Invariant 5."""
     trainer.trace()
     manifest = trainer.manifest("v1", weights(1.0))
-    trainer.transport.segments[manifest.location.address].view[manifest.location.offsets["b.weight"]] ^= 1
+    trainer.transport.segments[manifest.location.address].view[packed(manifest.tensors).offsets["b.weight"]] ^= 1
     reply = trainer.prepare_manifest(manifest)
     refused(reply, "DigestMismatch", "b.weight arrived with digest")
     assert reply.fault is not None
@@ -48,7 +49,7 @@ def test_a_commit_does_not_run_ahead_of_the_proof(trainer: Trainer, host: ToyHos
     """Invariant 5: also for a trainer that never asks whether the bytes are proved."""
     trainer.trace()
     manifest = trainer.manifest("v1", weights(1.0))
-    trainer.transport.segments[manifest.location.address].view[0] ^= 1
+    trainer.transport.segments[manifest.location.address].view[packed(manifest.tensors).offsets["a.weight"]] ^= 1
     trainer.ask("prepare", PrepareRequest(manifest, signature(described(weights(0.0))), 60.0, 10.0))
     reply = trainer.commit("v1")
     refused(reply, "DigestMismatch", "a.weight")

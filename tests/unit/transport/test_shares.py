@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,28 +11,32 @@ import torch
 from helpers.toys import attention, checkpoint
 
 from instep import WeightSync
-from instep.digest import BLOCK_BYTES, Bytes, Words, all_sums
+from instep.digest import BLOCK_BYTES, BLOCK_WORDS, Bytes, Words, all_sums
 from instep.engine.memory import MemoryEngine
 from instep.errors import DigestMismatch
+from instep.plan import packed as places
 from instep.plan.buckets import layout
 from instep.protocol import Manifest, TensorMeta, dtype_name
 from instep.transport import WorkerContext
-from instep.transport.shm import read as shm_read
 from instep.transport.ways import open_location
 
 BIG = {name: torch.randn(200, 300) for name in ("a.weight", "b.weight", "c.weight")}
 """Eight blocks each."""
 
 
+def blocks(seed: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(value, seed) for name, value in BIG.items()}
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_each_byte_is_read_once_for_an_engine(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
-    def counted(data: Bytes) -> Words:
+    def counted(data: Bytes, words: int = BLOCK_WORDS) -> Words:
         read.append(data.size)
-        return all_sums(data)
+        return all_sums(data, words)
 
-    monkeypatch.setattr(shm_read, "all_sums", counted)
+    monkeypatch.setattr(places, "all_sums", counted)
     size = layout([TensorMeta(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in BIG.items()])[1]
     engine = MemoryEngine({name: torch.zeros_like(value) for name, value in BIG.items()}, tp=tp)
     with WeightSync(BIG, [engine], transport="shm") as sync:
@@ -42,21 +47,26 @@ def test_each_byte_is_read_once_for_an_engine(tp: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("block", [0, -1])
-def test_a_wrong_byte_is_found_by_the_worker_whose_share_it_is_in(rank: int, block: int) -> None:
-    """In the first or in the last block, which are in different shares. Each worker is given memory of its own here."""
-    engine = MemoryEngine(attention(seed=0), tp=2)
+@pytest.mark.parametrize("part", [0, -1])
+@pytest.mark.parametrize("weights", [attention, blocks], ids=["small", "large"])
+def test_a_wrong_byte_is_found_by_the_worker_whose_share_it_is_in(rank: int, part: int, weights: Callable[[int], Any]) -> None:
+    """In the first or in the last of tensors that lie side by side, which are in different shares. Each worker is given memory of its own
+    here."""
+    engine = MemoryEngine(weights(0), tp=2)
     fingerprint = engine.fingerprint()
 
     def wrong(manifest: Manifest, me: WorkerContext) -> Any:
         reader: Any = open_location(manifest, me)
         reader.bytes = reader.bytes.copy()
-        reader.bytes[block * BLOCK_BYTES if block >= 0 else len(reader.bytes) - BLOCK_BYTES] ^= np.uint8(1)
+        shelf = max(reader.places.shelves, key=lambda shelf: len(shelf.names), default=None)
+        names = shelf.names if shelf else list(BIG)
+        assert len(names) > 1
+        reader.bytes[reader.places.offsets[names[part]]] ^= np.uint8(1)
         return reader
 
     right, engine.receivers[rank].open_reader = engine.receivers[rank].open_reader, wrong
-    with WeightSync(attention(seed=1), [engine], transport="shm") as sync:
-        if (rank == 0) == (block == 0):
+    with WeightSync(weights(1), [engine], transport="shm") as sync:
+        if (rank == 0) == (part == 0):
             with pytest.raises(DigestMismatch, match="arrived with digest"):
                 sync.push("v1")
             assert engine.version is None
@@ -65,7 +75,7 @@ def test_a_wrong_byte_is_found_by_the_worker_whose_share_it_is_in(rank: int, blo
             sync.push("v1")  # what this worker does not look at, the other does
         engine.receivers[rank].open_reader = right
         sync.push("v2")
-    wanted = MemoryEngine(attention(seed=1), tp=2)
+    wanted = MemoryEngine(weights(1), tp=2)
     assert engine.fingerprint() == wanted.fingerprint()
 
 

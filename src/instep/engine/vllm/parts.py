@@ -69,23 +69,19 @@ def split(manifest: Manifest, count: int) -> list[Manifest]:
 
 
 def _of(manifest: Manifest, names: set[str]) -> Manifest:
-    location = manifest.location
     return structs.replace(
         manifest,
         tensors=[meta for meta in manifest.tensors if meta.name in names],
         digests={name: value for name, value in manifest.digests.items() if name in names},
-        location=structs.replace(location, offsets={name: at for name, at in location.offsets.items() if name in names}),
     )
 
 
 def _update(manifest: Manifest) -> tuple[str, str | None, Location, bool]:
     """Returns what all parts of one update have in common. Each publication has its own address."""
-    return manifest.version, manifest.base, structs.replace(manifest.location, offsets={}), manifest.merged
+    return manifest.version, manifest.base, manifest.location, manifest.merged
 
 
 def _joined(parts: list[Manifest]) -> Manifest:
     tensors = [meta for part in parts for meta in part.tensors]
     digests = {name: value for part in parts for name, value in part.digests.items()}
-    offsets = {name: at for part in parts for name, at in part.location.offsets.items()}
-    location = structs.replace(parts[0].location, offsets=offsets)
-    return structs.replace(parts[0], tensors=tensors, digests=digests, location=location)
+    return structs.replace(parts[0], tensors=tensors, digests=digests)

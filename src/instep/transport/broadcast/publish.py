@@ -25,7 +25,7 @@ import torch
 
 from instep.digest_cuda import warm_up
 from instep.errors import ApplyError, DigestMismatch, InstepError, SourceError, TransportError
-from instep.plan.buckets import layout
+from instep.plan.packed import packed
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Sending, elsewhere, uuid_of
 from instep.transport.again import check
@@ -98,12 +98,10 @@ class BroadcastTransport:
             self._in_time(torch.cuda.synchronize, self.device)
         self.waiting, self.sent = (tensors, Placed.of(values)), Future()
         self._read(*self.waiting)
-        offsets, size = layout(tensors)
+        size = packed(tensors, small=False).size
         address = f"{self.key}@{host}@{self.store.port}"
         self.sending = uuid.uuid4().hex
-        location = Location(
-            self.backend, address, size, offsets, bucket=self.settings.bucket, ranks=self.ranks, sending=self.sending, live=True
-        )
+        location = Location(self.backend, address, size, bucket=self.settings.bucket, ranks=self.ranks, sending=self.sending, live=True)
         return Published(location, {})
 
     def _in_time(self, action: Callable[..., object], *arguments: Any) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Generator
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 
-from instep.digest import digests
 from instep.errors import TransportError
 from instep.protocol import Manifest, TensorMeta
 from instep.transport import WorkerContext
@@ -36,14 +35,14 @@ class HttpReader(Staged):
         self.connection: HTTPConnection | None = None
         super().__init__(manifest, me)
 
-    def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
+    def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         room = memoryview(self.room.numpy().data)
         try:
             self._fetch(room[: self.size])
         finally:
             room.release()
             del self.room
-        return digests(self.bytes[: self.size], tensors, self.offsets)
+        return self.places.digests(self.bytes)
 
     def stop(self) -> None:
         self.stopped.set()

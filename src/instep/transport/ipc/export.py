@@ -96,7 +96,7 @@ def located(tensors: Sequence[TensorMeta], offers: Iterable[Offer], board: tuple
         for name, some in offer.places.items():
             places.setdefault(name, []).extend(structs.replace(place, handle=numbers[place.handle]) for place in some)
     nbytes = sum(meta.nbytes for meta in tensors if not meta.alias_of)
-    location = Location("ipc", "", nbytes, {}, handles=list(order), places=places, board=board, live=True)
+    location = Location("ipc", "", nbytes, handles=list(order), places=places, board=board, live=True)
     return structs.replace(location, address=hashlib.blake2b(encode(location), digest_size=16).hexdigest())
 
 

@@ -15,7 +15,7 @@ import torch
 from instep.digest import cores
 from instep.errors import TransportError
 from instep.forked import Own
-from instep.plan.buckets import layout
+from instep.plan.packed import packed
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Pull, elsewhere
 from instep.transport.bucket_digests import Result
@@ -28,6 +28,8 @@ class ShmTransport(Pull):
     the next version."""
 
     kind = "shm"
+    packed = True
+    """Whether small tensors lie side by side."""
 
     def __init__(self) -> None:
         sweep()
@@ -43,7 +45,7 @@ class ShmTransport(Pull):
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
         if not self._at_exit.alive:
             raise TransportError("the WeightSync was closed", next_step="make a new one")
-        offsets, size = layout(tensors)
+        size = packed(tensors, small=self.packed).size
         segment = self._segment(size)
         try:
             found = self._brought(segment, tensors, values)
@@ -51,7 +53,7 @@ class ShmTransport(Pull):
             self._take_back(segment)
             raise
         self.segments[segment.name] = segment
-        return Published(Location(self.kind, segment.name, size, offsets), *found)
+        return Published(Location(self.kind, segment.name, size, self.packed), *found)
 
     def _brought(self, segment: Segment, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Result:
         """Copies a version into a segment. Returns digests, and names of tensors that are not
