@@ -18,7 +18,7 @@ from instep.errors import SourceError
 from instep.plan.packed import packed
 from instep.protocol import CommitRequest, ParamMeta, Place, Region, Request, Route, TensorMeta, decode, encode
 from instep.transport import Placed
-from instep.transport.copying import copied
+from instep.transport.copying import Copier
 
 COUNT = 70_000
 REGION = Region(0, (2, 4), (4, 1))
@@ -95,7 +95,7 @@ def test_small_tensors_take_no_job_and_each_is_digested(stays: bool, monkeypatch
     with ThreadPoolExecutor(max_workers=2) as pool:
         jobs, submit = [], pool.submit
         monkeypatch.setattr(pool, "submit", lambda *given: jobs.append(given) or submit(*given))
-        digests, flagged = copied(view, metas, Placed(values.items().__iter__, values.items().__iter__, stays=stays), pool)
+        digests, flagged = Copier(pool).copied(view, metas, Placed(values.items().__iter__, values.items().__iter__, stays=stays))
     assert digests == {meta.name: digest(values[meta.name], meta) for meta in metas}
     assert not flagged
     expected = np.zeros(view.size, np.uint8)
@@ -112,5 +112,5 @@ def test_a_small_tensor_among_many_that_has_changed_is_named() -> None:
     view = np.empty(packed(metas).size, np.uint8)
     values = Placed(first.items().__iter__, again.items().__iter__, stays=True)
     with ThreadPoolExecutor(max_workers=2) as pool, pytest.raises(SourceError, match="changed") as caught:
-        copied(view, metas, values, pool)
+        Copier(pool).copied(view, metas, values)
     assert caught.value.tensor == "t123"

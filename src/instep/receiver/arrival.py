@@ -26,7 +26,7 @@ from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, Puller
 from instep.receiver.regions import Tensors, copy_regions, holds
 from instep.receiver.stream import Streamed
-from instep.receiver.strips import Strips
+from instep.receiver.strips import RouteStrips
 from instep.transport import Passing, Reader, Remote, Visible
 
 
@@ -53,19 +53,19 @@ class Seen:
     def move(self, copies: Copies, _: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         strips = self._strips(copies)
         if strips is not None:
-            strips[0].copy(strips[1])
+            strips[0].take(strips[1])
         copy_regions(strips[0].others if strips else copies.routes, copies.live, self.tensors)
         return self.tensors
 
-    def _strips(self, copies: Copies) -> tuple[Strips, int] | None:
+    def _strips(self, copies: Copies) -> tuple[RouteStrips, int] | None:
         """Returns what can be copied without a tensor for each route, and the version's address.
         Worked out once for parameters and tensors that stay where they are."""
         if self.reader is None or self.reader.flat is None:
             return None
         offsets = self.reader.offsets
         strips = copies.worked_out[1] if copies.worked_out else None
-        if not isinstance(strips, Strips) or not strips.holds_for(copies, self.listed, offsets):
-            strips = Strips(copies, self.listed, offsets)
+        if not isinstance(strips, RouteStrips) or not strips.holds_for(copies, self.listed, offsets):
+            strips = RouteStrips(copies, self.listed, offsets)
             copies.worked_out = ("strips", strips)
         return strips, self.reader.flat.data_ptr()
 

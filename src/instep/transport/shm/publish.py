@@ -19,7 +19,7 @@ from instep.plan.packed import packed
 from instep.protocol import Identity, Location, TensorMeta
 from instep.transport import Placed, Published, Pull, elsewhere
 from instep.transport.bucket_digests import Result
-from instep.transport.copying import copied
+from instep.transport.copying import Copier
 from instep.transport.shm.segment import Segment, sweep
 
 
@@ -37,6 +37,7 @@ class ShmTransport(Pull):
         self.segments: dict[str, Segment] = {}
         self.free: list[Segment] = []
         self.pool = ThreadPoolExecutor(max_workers=cores())
+        self.copier = Copier(self.pool)
         self._at_exit = weakref.finalize(self, _close, self.segments, self.free, self.own)
 
     def why_not(self, _: torch.device, workers: Sequence[Identity]) -> str | None:
@@ -59,7 +60,7 @@ class ShmTransport(Pull):
         """Copies a version into a segment. Returns digests, and names of tensors that are not
         finite, of the copies: what a trainer does to its tensors afterwards cannot change what is
         sent."""
-        return copied(segment.view, tensors, Placed.of(values), self.pool)
+        return self.copier.copied(segment.view, tensors, Placed.of(values))
 
     def _take_back(self, segment: Segment) -> None:
         """Keeps a segment for the next version after filling it failed."""
