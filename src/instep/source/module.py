@@ -93,6 +93,11 @@ class MappingSource:
             return Look(metas, self.stamp())
         return Look(metas, (self._listed.facts, versions(self._mapping.values())), self._listed.structure)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the first value. The values are not looked at, because a push does that."""
+        return next((self._mapping[name].device for name in self._given.values()), torch.device("cpu"))
+
     def score(self, token_ids: list[int]) -> list[float] | None:  # noqa: ARG002
         return None
 
