@@ -9,7 +9,7 @@ import torch
 from helpers.source_models import assert_source_equals, llama
 
 from instep.errors import ConfigError, SourceError
-from instep.source import Source, open_source
+from instep.source import Source, device_of, open_source
 from instep.source.module import MappingSource
 
 
@@ -89,6 +89,12 @@ def test_the_mapping_is_read_anew_at_each_call() -> None:
     assert source.stamp() != stamp
     mapping["b"] = torch.ones(2)
     assert_source_equals(source, mapping)
+
+
+def test_a_mapping_tells_its_device_without_a_look_at_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = MappingSource({"_orig_mod.w": torch.ones(3), "v": torch.ones(2)})
+    monkeypatch.setattr(MappingSource, "metadata", lambda self: pytest.fail("all tensors were looked at"))
+    assert device_of(source) == torch.device("cpu")
 
 
 def test_tensors_made_in_inference_mode_are_read() -> None:
