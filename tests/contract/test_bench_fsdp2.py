@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from instep import bench
-from instep.bench.contenders import FROM_TWO_RANKS, fsdp2
+from instep.bench.contenders import FROM_TWO_RANKS, instep_from_ranks
 from instep.bench.fsdp2 import Fsdp2Trainer
 from instep.bench.measure import Bench, Way
 from instep.bench.subjects import MemorySubject
@@ -28,7 +28,7 @@ def trainer() -> Iterator[Fsdp2Trainer]:
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_push_from_both_ranks_brings_the_weights_into_the_engine(trainer: Fsdp2Trainer, transport: str) -> None:
     found = Bench(trainer, MemorySubject(trainer), 1)
-    row = found.measure(Way(transport, partial(fsdp2.instep_from_ranks, transport), "none"))
+    row = found.measure(Way(transport, partial(instep_from_ranks, transport), "none"))
     assert row.error is None
     assert row.gap == 0.0
     assert row.medians.keys() >= {"total", "pause", "apply"}

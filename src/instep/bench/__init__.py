@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from instep.bench.results import Results, TrainerKind
+from instep.bench.results import Results, Setting, TrainerKind
 from instep.errors import ConfigError
 
 Say = Callable[[str], object]
@@ -59,9 +59,23 @@ def write(results: Results, out: Path) -> Path:
     """Writes the JSON into the directory `out`. Returns the file."""
     from instep.bench.report import as_json
 
+    kind = results.setting.trainer
+    return save(out, results.setting, "" if kind == "plain" else kind, as_json(results))
+
+
+def save(out: Path, setting: Setting, what: str, text: str) -> Path:
+    """Writes a file of results into the directory `out`. Its name says on what they were measured,
+    `what` was, and with which shapes. Returns the file."""
     out.mkdir(parents=True, exist_ok=True)
-    setting = results.setting
-    kind = setting.kind if setting.trainer == "plain" else f"{setting.kind}-{setting.trainer}"
-    file = out / f"{kind}-{setting.shapes.replace('/', '-')}.json"
-    file.write_text(as_json(results) + "\n")
+    file = out / ("-".join(filter(None, (setting.kind, what, setting.shapes.replace("/", "-")))) + ".json")
+    file.write_text(text + "\n")
     return file
+
+
+def options(usage: str | None, defaults: dict[str, str], arguments: list[str]) -> dict[str, str]:
+    """Returns what a command line sets: pairs of an option and its value. Ends the process with
+    `usage` where one is not known, or `--repeats` is no positive number."""
+    given = defaults | dict(zip(arguments[::2], arguments[1::2], strict=False))
+    if len(arguments) % 2 or given.keys() != defaults.keys() or not given["--repeats"].isdigit() or not int(given["--repeats"]):
+        sys.exit(usage)
+    return given

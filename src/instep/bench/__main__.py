@@ -16,11 +16,9 @@ DEFAULTS = {"--shapes": "", "--trainer": "plain", "--repeats": "11", "--out": "b
 
 
 def main(arguments: list[str]) -> None:
-    given = dict(zip(arguments[::2], arguments[1::2], strict=False))
-    options = DEFAULTS | given
-    known = options.keys() == DEFAULTS.keys() and options["--trainer"] in get_args(TrainerKind)
-    if len(arguments) % 2 or not known or not options["--repeats"].isdigit():
-        sys.exit(str(__doc__))
+    options = bench.options(__doc__, DEFAULTS, arguments)
+    if options["--trainer"] not in get_args(TrainerKind):
+        sys.exit(__doc__)
     try:
         results = bench.run(options["--shapes"] or None, int(options["--repeats"]), trainer=options["--trainer"])  # type: ignore[arg-type]
     except InstepError as error:

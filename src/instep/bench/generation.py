@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from instep import WeightSync
-from instep.bench import Say, shapes, to_stderr
+from instep.bench import Say, options, save, shapes, to_stderr
 from instep.bench.machine import setting
 from instep.bench.results import Setting
 from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU
@@ -260,25 +260,17 @@ def as_json(rates: Rates) -> str:
 
 def write(rates: Rates, out: Path) -> Path:
     """Writes the JSON into the directory `out`. Returns the file."""
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"{rates.setting.kind}-generation-{rates.setting.shapes.replace('/', '-')}.json"
-    file.write_text(as_json(rates) + "\n")
-    return file
-
-
-DEFAULTS = {"--shapes": "", "--repeats": "5", "--out": "bench-results"}
+    return save(out, rates.setting, "generation", as_json(rates))
 
 
 def main(arguments: list[str]) -> None:
-    options = DEFAULTS | dict(zip(arguments[::2], arguments[1::2], strict=False))
-    if len(arguments) % 2 or options.keys() - DEFAULTS.keys() or not options["--repeats"].isdigit() or options["--repeats"] == "0":
-        sys.exit(str(__doc__))
+    given = options(__doc__, {"--shapes": "", "--repeats": "5", "--out": "bench-results"}, arguments)
     try:
-        rates = run(options["--shapes"] or None, int(options["--repeats"]))
+        rates = run(given["--shapes"] or None, int(given["--repeats"]))
     except InstepError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print("\n".join(rates.lines()))
-    to_stderr(f"written to {write(rates, Path(options['--out']))}")
+    to_stderr(f"written to {write(rates, Path(given['--out']))}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ COLUMNS = """\
 
 def page(kept: Mapping[str, Kept]) -> str:
     """Returns the Markdown of all results, by their names."""
-    sections = (f"## {name}\n\n{_section(results)}\n" for name, results in kept.items())
+    sections = (f"## {name}\n\n{section(results)}\n" for name, results in kept.items())
     text = TEXT + table(
         OVERVIEW,
         (
@@ -98,7 +98,8 @@ def _anchor(name: str) -> str:
     return name.replace(".", "")
 
 
-def _section(results: Kept) -> str:
+def section(results: Kept) -> str:
+    """Returns the Markdown of one file of results."""
     match results:
         case Results():
             return tables(results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -147,16 +147,15 @@ def stop_vllm(llm: Any) -> None:
         core.resources()
 
 
-def greedy(llm: Any, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """Returns tokens and their log-probabilities (natural log), for each prompt."""
+def greedy(llm: Any, prompts: Sequence[Any], new_tokens: int = NEW_TOKENS) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Returns tokens and their log-probabilities (natural log), for each prompt. prompts: lists of
+    token ids, or what vLLM takes in their place."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    completions = [output.outputs[0] for output in outputs]
-    return [
-        (tuple(c.token_ids), tuple(entry[token].logprob for entry, token in zip(c.logprobs, c.token_ids, strict=True))) for c in completions
-    ]
+    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
+    given = [{"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt for prompt in prompts]
+    found = [output.outputs[0] for output in llm.generate(given, sampling, use_tqdm=False)]
+    return [(tuple(c.token_ids), tuple(entry[token].logprob for entry, token in zip(c.logprobs, c.token_ids, strict=True))) for c in found]
 
 
 def _visible(gpu: int) -> str:

@@ -1,25 +1,17 @@
 """The ways to bring weights into an engine, and which of them are compared with which.
 
-ours.py       instep, over each of its transports
-fsdp2.py      instep from two ranks of a sharded trainer, and gathering its tensors for vLLM's own transfer
-vllm_nccl.py  vLLM's own NCCL transfer, packed and one tensor at a time
-vllm_ipc.py   vLLM's own CUDA IPC transfer, likewise
-reload.py     vLLM's reload session alone, the floor of what it does with weights
-disk.py       a checkpoint on a RAM disk
-gloo.py       what one would write oneself on a CPU
+ours.py   instep, over each of its transports, from one process and from two ranks of a sharded trainer
+vllm.py   vLLM's own transfers over NCCL and CUDA IPC, also after gathering the tensors of a sharded trainer
+plain.py  a checkpoint on a RAM disk, broadcasts tensor by tensor, and a reload that transfers nothing
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from instep.bench.contenders.disk import save_and_reload
-from instep.bench.contenders.fsdp2 import full_tensors, instep_from_ranks
-from instep.bench.contenders.gloo import gloo
-from instep.bench.contenders.ours import instep
-from instep.bench.contenders.reload import reload_in_memory
-from instep.bench.contenders.vllm_ipc import vllm_ipc
-from instep.bench.contenders.vllm_nccl import vllm_nccl
+from instep.bench.contenders.ours import instep, instep_from_ranks
+from instep.bench.contenders.plain import gloo, reload_in_memory, save_and_reload
+from instep.bench.contenders.vllm import full_tensors, vllm_ipc, vllm_nccl
 from instep.bench.measure import Way
 
 MEMORY_COPY, DEVICE_COPY, PEER_COPY = "memory copy", "device copy", "peer copy"

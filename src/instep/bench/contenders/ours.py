@@ -1,4 +1,4 @@
-"""Pushes with `WeightSync.push` over one transport."""
+"""Pushes with `WeightSync.push` over one transport, from one process and from two ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from instep import WeightSync
+from instep.bench.fsdp2 import Fsdp2Trainer
 from instep.bench.measure import Push
 from instep.bench.subjects import Subject
 from instep.bench.trainer import Trainer
@@ -22,6 +23,24 @@ def instep(transport: TransportName, trainer: Trainer, subject: Subject) -> Iter
             return phases(sync.push(uuid.uuid4().hex))
 
         yield push
+
+
+@contextmanager
+def instep_from_ranks(transport: TransportName, trainer: Trainer, subject: Subject) -> Iterator[Push]:
+    assert isinstance(trainer, Fsdp2Trainer)
+    with trainer.peer.doing("open", transport):
+        sync = WeightSync(trainer.sharded, [subject.engine], transport=transport)
+
+    def push() -> dict[str, float]:
+        version = uuid.uuid4().hex
+        with trainer.peer.doing("push", version):
+            return phases(sync.push(version))
+
+    try:
+        yield push
+    finally:
+        with trainer.peer.doing("close"):
+            sync.close()
 
 
 def phases(receipt: Receipt) -> dict[str, float]:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from instep.bench.models.families.family import Family
-from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU, stop_vllm
+from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU, greedy, stop_vllm
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(11, 21)), list(range(20, 60))]
 NEW_TOKENS = 8
@@ -89,15 +89,14 @@ def started(family: Family, folder: Path) -> Iterator[Any]:
 
 def look(llm: Any, family: Family) -> Look:
     """Records an engine's state. Prompts run one by one: sharing a step would change bits."""
-    answers = [_answer(llm, prompt) for prompt in _prompts(family)]
+    answers = [greedy(llm, [prompt], NEW_TOKENS)[0] for prompt in _prompts(family)]
     digests = llm.collective_rpc("live_digests")
     live = {f"{rank}:{name}": digest for rank, held in enumerate(digests) for name, digest in held.items()}
     return Look(answers, live)
 
 
-def _prompts(family: Family) -> Iterator[dict[str, Any]]:
-    for tokens in PROMPTS:
-        yield {"prompt_token_ids": tokens}
+def _prompts(family: Family) -> Iterator[Any]:
+    yield from PROMPTS
     if family.pictures:
         image = [*family.pictures.prompt, *PROMPTS[0]]
         for seed in (1, 2):
@@ -111,14 +110,3 @@ def _image(seed: int) -> Any:
     random = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (28, 28, 3), dtype=torch.uint8, generator=random)
     return Image.fromarray(pixels.numpy())
-
-
-def _answer(llm: Any, prompt: dict[str, Any]) -> Answer:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
-    (output,) = llm.generate([prompt], sampling, use_tqdm=False)
-    found = output.outputs[0]
-    tokens = tuple(found.token_ids)
-    scores = (entry[token].logprob for entry, token in zip(found.logprobs, tokens, strict=True))
-    return tokens, tuple(scores)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from instep import WeightSync
 from instep.bench.models import build
 from instep.bench.models.engines import Look, look, started
 from instep.bench.models.families import FAMILIES, kind
+from instep.bench.models.families.family import Family
 from instep.bench.models.outcome import Outcome, Verdict
 from instep.errors import InstepError
 from instep.receipt import Receipt
@@ -72,9 +75,9 @@ class Trial:
     def run(self) -> None:
         """Runs the test. Raises `Found` unless the family is bit-equal."""
         trainer, folders = self._made()
-        with self._started(folders[B]) as llm:
+        with _started(self.family, folders[B]) as llm:
             self.fresh[B] = self._fresh(llm)
-        with self._started(folders[C]) as llm:
+        with _started(self.family, folders[C]) as llm:
             self.fresh[C] = self._fresh(llm)
             if not self.fresh[B].finite or self._alike():
                 raise Found("says nothing", "the two models answer alike, or with no finite scores")
@@ -94,9 +97,6 @@ class Trial:
         except Exception as error:
             raise Found("not started", f"transformers: {told(error)}") from error
         return model, folders
-
-    def _started(self, folder: Path) -> Any:
-        return _Started(started(self.family, folder))
 
     def _fresh(self, llm: Any) -> Look:
         try:
@@ -159,20 +159,15 @@ def _differing(found: Look, fresh: Look) -> str:
     return f"{len(names)} of {len(every)} live tensors differ{first}"
 
 
-class _Started:
+@contextmanager
+def _started(family: Family, folder: Path) -> Iterator[Any]:
     """Starts an engine. An error at the start is vLLM's, and becomes a verdict."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def __enter__(self) -> Any:
+    with ExitStack() as stack:
         try:
-            return self.engine.__enter__()
+            llm = stack.enter_context(started(family, folder))
         except Exception as error:
             raise Found("not started", f"vLLM: {type(error).__name__}: {told(error)}") from error
-
-    def __exit__(self, *error: Any) -> None:
-        self.engine.__exit__(*error)
+        yield llm
 
 
 def told(error: BaseException) -> str:
