@@ -74,8 +74,8 @@ def save(out: Path, setting: Setting, what: str, text: str) -> Path:
 
 def options(usage: str | None, defaults: dict[str, str], arguments: list[str]) -> dict[str, str]:
     """Returns what a command line sets: pairs of an option and its value. Ends the process with
-    `usage` where one is not known, or `--repeats` is no positive number."""
+    `usage` where one is not known, or `--repeats` is no number."""
     given = defaults | dict(zip(arguments[::2], arguments[1::2], strict=False))
-    if len(arguments) % 2 or given.keys() != defaults.keys() or not given["--repeats"].isdigit() or not int(given["--repeats"]):
+    if len(arguments) % 2 or given.keys() != defaults.keys() or not given["--repeats"].isdigit():
         sys.exit(usage)
     return given

@@ -29,7 +29,7 @@ from instep.bench.subjects import ENVIRONMENT, ON_CPU, ON_GPU
 from instep.bench.trainer import Trainer
 from instep.engine import CachePolicy
 from instep.engine.vllm.serving import start_vllm
-from instep.errors import InstepError
+from instep.errors import ConfigError, InstepError
 from instep.generation import GenerationResult, LLMActor, PromptId, PromptRequest, Sampling
 from instep.transport.group import environment
 
@@ -203,6 +203,8 @@ def run(name: str | None, repeats: int, say: Say = to_stderr) -> Rates:
 
     name: of the shapes; by default `qwen3-0.6b` on a GPU, `smollm2-135m` elsewhere.
     """
+    if repeats < 1:
+        raise ConfigError(f"repeats must be 1 or more, not {repeats}")
     on_gpu = torch.cuda.is_available()
     name = shapes.check(name or ("qwen3-0.6b" if on_gpu else "smollm2-135m"))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
