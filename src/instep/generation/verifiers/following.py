@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 
 PLACEHOLDER = re.compile(r"\[[^\[\]\n]++\]")
 HIGHLIGHT, BOLD = re.compile(r"\*([^\n*]*+)\*"), re.compile(r"\*\*([^\n*]*+)\*\*")
@@ -19,6 +19,7 @@ ABBREVIATIONS = frozenset(
 LAST = frozenset("etc inc ltd co corp jr sr a.m p.m u.s u.k".split())  # noqa: SIM905
 """Abbreviations that may be the last word of a sentence."""
 ENDS = (".", "!", "?", "…", "。", "！", "？")
+LEAST = "at least"
 CLOSING = "\"'”’)]*_»"
 
 
@@ -60,37 +61,6 @@ def _goes_on(word: str, following: str) -> bool:
     return stem.lower() in ABBREVIATIONS or (len(stem) == 1 and stem.isupper() and stem != "I")
 
 
-def with_keywords(text: str, keywords: Sequence[str]) -> bool:
-    return all(keyword.strip().lower() in text.lower() for keyword in keywords)
-
-
-def with_a_keyword_so_often(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
-    return compared(text.lower().count(keyword.strip().lower()), relation, frequency)
-
-
-def without_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
-
-
-def with_a_letter_so_often(text: str, letter: str, let_frequency: int, let_relation: str = "at least") -> bool:
-    return compared(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
-
-
-def of_sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
-    return compared(sentences(text), relation, num_sentences)
-
-
-def of_divided_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Whether a text has so many paragraphs, divided by `***`, none of them empty."""
-    parts = [part.strip() for part in text.split("***")]
-    inner = parts[not parts[0] : len(parts) - (not parts[-1] and len(parts) > 1)]
-    return all(inner) and len(inner) == num_paragraphs
-
-
-def of_words(text: str, num_words: int, relation: str = "at least") -> bool:
-    return compared(sum(1 for _ in re.finditer(r"\w++", text)), relation, num_words)
-
-
 def with_a_paragraph_that_starts(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 0 < nth_paragraph <= num_paragraphs:
@@ -99,29 +69,9 @@ def with_a_paragraph_that_starts(text: str, num_paragraphs: int, nth_paragraph: 
     return re.split(r"[.,?!'\"’”:;*_)\]]", word, maxsplit=1)[0].lower() == first_word.strip().lower()
 
 
-def with_placeholders(text: str, num_placeholders: int) -> bool:
-    return len(PLACEHOLDER.findall(text)) >= num_placeholders
-
-
 def with_a_postscript(text: str, postscript_marker: str) -> bool:
     pattern = POSTSCRIPTS.get(postscript_marker.strip())
     return pattern.search(text.lower()) is not None if pattern else postscript_marker.strip().lower() in text.lower()
-
-
-def of_bullets(text: str, num_bullets: int) -> bool:
-    return sum(BULLET.match(line) is not None for line in text.splitlines()) == num_bullets
-
-
-def one_of_three_answers(text: str) -> bool:
-    return any(one in text.lower() for one in ANSWERS)
-
-
-def with_highlights(text: str, num_highlights: int) -> bool:
-    return sum(bool(found.strip()) for pattern in (HIGHLIGHT, BOLD) for found in pattern.findall(text)) >= num_highlights
-
-
-def of_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d", text)) >= num_sections
 
 
 def json_alone(text: str) -> bool:
@@ -144,30 +94,64 @@ def with_a_title(text: str) -> bool:
     return False
 
 
-def two_responses(text: str) -> bool:
-    """Whether a text is two different responses, divided by six asterisks."""
-    parts = [part.strip() for part in text.split("******")]
-    inner = parts[not parts[0] : len(parts) - (not parts[-1] and len(parts) > 1)]
-    return len(inner) == 2 and all(inner) and inner[0] != inner[1]
-
-
-def repeating_the_prompt(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def ending_so(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"”').strip().lower().endswith(end_phrase.strip().strip('"').lower())
-
-
 def in_quotes(text: str) -> bool:
     text = text.strip()
     return len(text) > 2 and (text[0], text[-1]) in (('"', '"'), ("“", "”"))
 
 
-def with_capital_words(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
-    words = sum(word.isupper() for word in text.split())
-    return compared(words, capital_relation, capital_frequency)
+def divided(text: str, mark: str) -> list[str]:
+    """Returns the parts of a text between marks. What is empty at its ends is none."""
+    parts = [part.strip() for part in text.split(mark)]
+    return parts[not parts[0] : len(parts) - (not parts[-1] and len(parts) > 1)]
 
 
-def without_commas(text: str) -> bool:
-    return not any(comma in text for comma in ",，")
+def two_responses(text: str) -> bool:
+    parts = divided(text, "******")
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(keyword.strip().lower() in text.lower() for keyword in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation=LEAST: compared(
+        text.lower().count(keyword.strip().lower()), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation=LEAST: compared(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
+    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation=LEAST: compared(sentences(text), relation, num_sentences),
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: (
+        all(parts := divided(text, "***")) and len(parts) == num_paragraphs
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation=LEAST: compared(
+        sum(1 for _ in re.finditer(r"\w++", text)), relation, num_words
+    ),
+    "length_constraints:nth_paragraph_first_word": with_a_paragraph_that_starts,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: len(PLACEHOLDER.findall(text)) >= num_placeholders,
+    "detectable_content:postscript": with_a_postscript,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        sum(BULLET.match(line) is not None for line in text.splitlines()) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: any(one in text.lower() for one in ANSWERS),
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        sum(bool(found.strip()) for pattern in (HIGHLIGHT, BOLD) for found in pattern.findall(text)) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d", text)) >= num_sections
+    ),
+    "detectable_format:json_format": json_alone,
+    "detectable_format:title": with_a_title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: text.strip().lower().startswith(prompt_to_repeat.strip().lower()),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"”').strip().lower().endswith(end_phrase.strip().strip('"').lower())
+    ),
+    "startend:quotation": in_quotes,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation=LEAST: compared(
+        sum(word.isupper() for word in text.split()), capital_relation, capital_frequency
+    ),
+    "punctuation:no_comma": lambda text: not any(comma in text for comma in ",，"),
+}
+"""Whether a text follows an instruction, by its name. Arguments have IFEval's names."""

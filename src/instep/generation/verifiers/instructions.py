@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.extras import needed_by
-from instep.generation.verifiers import following as is_
+from instep.generation.verifiers import following
 from instep.generation.verifiers.base import Answer, reading
 
 Check = Callable[..., bool]
@@ -35,7 +35,7 @@ class Instructions:
 
     async def __call__(self, answer: Answer, value: Any) -> float:
         checks = read_label(value)
-        followed = await reading(_followed, said(answer.text), checks)
+        followed = await reading(lambda text: sum(bool(text) and check(text, **kwargs) for check, kwargs in checks), said(answer.text))
         part = followed / len(checks)
         return part if part >= self.threshold else 0.0
 
@@ -66,10 +66,6 @@ def read_label(value: Any) -> list[tuple[Check, dict[str, Any]]]:
     return [(CHECKS[name], kwargs) for name, kwargs in zip(names, arguments, strict=True)]
 
 
-def _followed(text: str, checks: Sequence[tuple[Check, dict[str, Any]]]) -> int:
-    return sum(bool(text) and check(text, **kwargs) for check, kwargs in checks)
-
-
 def in_language(text: str, language: str) -> bool:
     """Whether langdetect finds this language the likeliest. A text without letters is in every
     language."""
@@ -84,38 +80,8 @@ def in_language(text: str, language: str) -> bool:
     return found.split("-")[0] == language.split("-")[0]
 
 
-def in_english_capitals(text: str) -> bool:
-    return text.isupper() and in_language(text, "en")
-
-
-def in_english_lowercase(text: str) -> bool:
-    return text.islower() and in_language(text, "en")
-
-
-CHECKS: dict[str, Check] = {
-    "keywords:existence": is_.with_keywords,
-    "keywords:frequency": is_.with_a_keyword_so_often,
-    "keywords:forbidden_words": is_.without_words,
-    "keywords:letter_frequency": is_.with_a_letter_so_often,
+CHECKS = following.CHECKS | {
     "language:response_language": in_language,
-    "length_constraints:number_sentences": is_.of_sentences,
-    "length_constraints:number_paragraphs": is_.of_divided_paragraphs,
-    "length_constraints:number_words": is_.of_words,
-    "length_constraints:nth_paragraph_first_word": is_.with_a_paragraph_that_starts,
-    "detectable_content:number_placeholders": is_.with_placeholders,
-    "detectable_content:postscript": is_.with_a_postscript,
-    "detectable_format:number_bullet_lists": is_.of_bullets,
-    "detectable_format:constrained_response": is_.one_of_three_answers,
-    "detectable_format:number_highlighted_sections": is_.with_highlights,
-    "detectable_format:multiple_sections": is_.of_sections,
-    "detectable_format:json_format": is_.json_alone,
-    "detectable_format:title": is_.with_a_title,
-    "combination:two_responses": is_.two_responses,
-    "combination:repeat_prompt": is_.repeating_the_prompt,
-    "startend:end_checker": is_.ending_so,
-    "startend:quotation": is_.in_quotes,
-    "change_case:capital_word_frequency": is_.with_capital_words,
-    "change_case:english_capital": in_english_capitals,
-    "change_case:english_lowercase": in_english_lowercase,
-    "punctuation:no_comma": is_.without_commas,
+    "change_case:english_capital": lambda text: text.isupper() and in_language(text, "en"),
+    "change_case:english_lowercase": lambda text: text.islower() and in_language(text, "en"),
 }
