@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -17,7 +18,7 @@ from instep.bench.beside import beside
 from instep.bench.kept import Generation, Kept, Pushes, Sharded, read
 from instep.bench.picture import picture
 from instep.bench.report import head, size, table, tables, time
-from instep.bench.results import Results, Setting
+from instep.bench.results import Results
 
 PICTURED = ("gpu-qwen3-8b", "gpu-qwen3-moe")
 """Results in the picture: the newest of each model that were measured on two GPUs."""
@@ -73,11 +74,13 @@ def page(kept: Mapping[str, Kept]) -> str:
             for row in _beside(name, results)
         ),
     ) + "\n" + COLUMNS + "\n".join(sections)  # fmt: skip
-    return "\n".join(line if line.startswith("|") else _wrapped(line) for line in text.split("\n"))
+    return wrapped(text)
 
 
-def _wrapped(line: str) -> str:
-    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False)
+def wrapped(text: str) -> str:
+    """Returns Markdown with lines of at most 100 columns. Tables stay."""
+    wrap = partial(textwrap.fill, width=100, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if line.startswith("|") else wrap(line) for line in text.split("\n"))
 
 
 def _beside(name: str, results: Results) -> Iterator[Sequence[str]]:
@@ -91,11 +94,7 @@ def _beside(name: str, results: Results) -> Iterator[Sequence[str]]:
             time(row.theirs),
             f"{row.times:.1f}",
         )
-        yield f"[{name}](#{_anchor(name)})", results.setting.trainer, row.engine, *pair
-
-
-def _anchor(name: str) -> str:
-    return name.replace(".", "")
+        yield f"[{name}](#{name.replace('.', '')})", results.setting.trainer, row.engine, *pair
 
 
 def section(results: Kept) -> str:
@@ -169,12 +168,9 @@ def texts(results: Path) -> dict[str, str]:
     kept = read(results)
     pictured = [found for name in PICTURED if isinstance(found := kept[name], Results)]
     rows = [row for found in pictured for row in beside(found)]
-    captions = dict.fromkeys(_caption(found.setting) for found in pictured)
+    settings = [found.setting for found in pictured]
+    captions = dict.fromkeys(f"{', '.join(one.machine)}, vLLM {one.versions['vllm']}, {one.date}, medians" for one in settings)
     return {"benchmarks.md": page(kept), "push.svg": picture(rows, list(captions))}
-
-
-def _caption(setting: Setting) -> str:
-    return f"{', '.join(setting.machine)}, vLLM {setting.versions['vllm']}, {setting.date}, medians"
 
 
 if __name__ == "__main__":

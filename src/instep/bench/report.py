@@ -27,7 +27,10 @@ def tables(results: Results) -> str:
             ("way", "engine", "push", "paused", "push / limit", "rival / push", "first push", "extra memory (in the first)"),
             (_row(row, summary) for row, summary in zip(results.rows, summarize(results), strict=True)),
         ),
-        table(("limit", "engine", "message", "rate", "the model's bytes"), (_limit(limit, setting.nbytes) for limit in results.limits)),
+        table(
+            ("limit", "engine", "message", "rate", "the model's bytes"),
+            ((one.name, one.engine, size(one.nbytes), rate(one.rate), time(setting.nbytes / one.rate)) for one in results.limits),
+        ),
         table(("copies of one plan", "to", "regions", "time", "rate"), map(_copy, results.copies)),
         "\n".join(_calls(engine, seconds) for engine, seconds in results.calls.items()),
         "\n".join(results.notes),
@@ -51,10 +54,6 @@ def _row(row: Row, summary: Summary) -> Sequence[str]:
         row.way, row.engine, time(medians["total"]), time(medians["pause"]), _times(summary.of_limit), _times(summary.rival_over_this),
         NONE if row.cold is None else time(row.cold), memory or NONE,
     )  # fmt: skip
-
-
-def _limit(limit: Limit, nbytes: int) -> Sequence[str]:
-    return limit.name, limit.engine, size(limit.nbytes), rate(limit.rate), time(nbytes / limit.rate)
 
 
 def _calls(engine: str, seconds: Mapping[str, float]) -> str:

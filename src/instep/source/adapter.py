@@ -39,7 +39,10 @@ class Adapter:
     def __init__(self, model: nn.Module, *, number: int = 1) -> None:
         if number < 1:
             raise ConfigError(f"vLLM counts adapters from 1, not {number}")
-        self._model = _with_adapter(model)
+        self._model: Any = peft_model(model) if isinstance(model, nn.Module) else None
+        if self._model is None:
+            text = f"{type(model).__name__} is no peft.PeftModel: it has no adapter to push"
+            raise ConfigError(text, next_step="WeightSync(source=model)")
         self._name = _active(self._model)
         self.config = AdapterConfig(number, _config(self._model, self._name))
 
@@ -78,13 +81,6 @@ def adapter_of(source: Any) -> AdapterConfig | None:
     """Returns the configuration that engines need before the tensors, or None if the source is no
     adapter."""
     return source.config if isinstance(source, Adapter) else None
-
-
-def _with_adapter(model: Any) -> Any:
-    found = peft_model(model) if isinstance(model, nn.Module) else None
-    if found is None:
-        raise ConfigError(f"{type(model).__name__} is no peft.PeftModel: it has no adapter to push", next_step="WeightSync(source=model)")
-    return found
 
 
 def _active(model: Any) -> str:

@@ -96,12 +96,10 @@ def adapters(modules: Iterable[nn.Module]) -> list[Any]:
 
 def adapter_state(layers: Iterable[Any]) -> Hashable:
     """Returns a value that changes when adapters are switched, disabled, merged or scaled."""
-    return tuple([_state_of(layer) for layer in layers])
-
-
-def _state_of(layer: Any) -> Hashable:
-    scaling = tuple(vars(layer).get("scaling", {}).items())
-    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters), scaling
+    return tuple([
+        (one.disable_adapters, tuple(one.active_adapters), tuple(one.merged_adapters), tuple(vars(one).get("scaling", {}).items()))
+        for one in layers
+    ])  # fmt: skip
 
 
 def applies_adapters(layers: Iterable[Any]) -> bool:

@@ -3,7 +3,7 @@ that, so the loops run in C."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -26,9 +26,12 @@ class Live:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        found = list(_named_tensors(root))
-        self.names = [name for name, _ in found]
-        self.tensors = [tensor for _, tensor in found]
+        self.names, self.tensors = list[str](), list[torch.Tensor]()
+        for path, module in root.named_modules(remove_duplicate=False):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and name not in module._non_persistent_buffers_set:
+                    self.names.append(f"{path}.{name}" if path else name)
+                    self.tensors.append(tensor)
         self.structure = object()
         self._root = root
         modules = list(root.modules())
@@ -71,10 +74,3 @@ class Live:
 
 def _same(found: Iterable[Any], known: Iterable[Any]) -> bool:
     return all(map(is_, found, known))
-
-
-def _named_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in root.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, tensor

@@ -57,16 +57,11 @@ def local_intervals(name: str, tensor: Any) -> list[list[Interval]] | None:
             raise SourceError(f"{name} has placement {placement}: its values are still to be reduced", tensor=name)
         if not placement.is_replicate():
             # PyTorch splits the indices of one dimension as it would split the tensor.
-            own = type(placement)(0, **_split_factor(placement))
+            more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}  # FSDP over tensor parallelism
+            own = type(placement)(0, **more)
             parts, _ = own._split_tensor(indices[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=False)
             indices[placement.dim] = parts[coordinate[mesh_dim]]
     return [_intervals(some) for some in indices]
-
-
-def _split_factor(placement: Any) -> dict[str, int]:
-    """Returns the argument that the placement of FSDP over tensor parallelism needs beside its
-    dimension."""
-    return {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
 
 
 def _intervals(indices: torch.Tensor) -> list[Interval]:

@@ -79,7 +79,8 @@ class Trial:
             self.fresh[B] = self._fresh(llm)
         with _started(self.family, folders[C]) as llm:
             self.fresh[C] = self._fresh(llm)
-            if not self.fresh[B].finite or self._alike():
+            pairs = zip(self.fresh[B].answers, self.fresh[C].answers, strict=True)
+            if not self.fresh[B].finite or any(one == other for one, other in pairs):
                 raise Found("says nothing", "the two models answer alike, or with no finite scores")
             self._push(llm, trainer)
 
@@ -104,11 +105,6 @@ class Trial:
         except Exception as error:
             why = f"vLLM, at its first prompts: {type(error).__name__}: {told(error)}"
             raise Found("not started", why) from error
-
-    def _alike(self) -> bool:
-        """Whether any prompt has the same answer with both weights."""
-        pairs = zip(self.fresh[B].answers, self.fresh[C].answers, strict=True)
-        return any(one == other for one, other in pairs)
 
     def _push(self, llm: Any, trainer: Any) -> None:
         trainer = trainer.to("cuda") if torch.cuda.is_available() else trainer

@@ -84,7 +84,8 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
         new = {outcome.family for outcome in self.outcomes}
         kept = [outcome for outcome in self._before(file) if outcome.family not in new]
         together = {outcome.family: outcome for outcome in kept + self.outcomes}
-        every = msgspec.structs.replace(self, outcomes=_in_order(together))
+        in_order = [together[name] for name in FAMILIES if name in together]  # a family may have been removed
+        every = msgspec.structs.replace(self, outcomes=in_order)
         file.write_bytes(msgspec.json.format(msgspec.json.encode(every), indent=1) + b"\n")
         return file
 
@@ -95,8 +96,3 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
         ours, theirs = self.setting, before.setting
         same = (ours.machine, ours.versions) == (theirs.machine, theirs.versions)
         return before.outcomes if same else []
-
-
-def _in_order(outcomes: dict[str, Outcome]) -> list[Outcome]:
-    """Returns outcomes in the order of the families. Those of removed families are left out."""
-    return [outcomes[name] for name in FAMILIES if name in outcomes]

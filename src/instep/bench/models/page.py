@@ -6,7 +6,6 @@ python -m instep.bench.models.page RESULTS DOCS
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 from instep.bench.kept import MODELS
 from instep.bench.models.families import KINDS
 from instep.bench.models.outcome import VERDICTS, Matrix, Outcome
+from instep.bench.page import wrapped
 from instep.bench.report import table, time
 
 TEXT = """\
@@ -54,10 +54,7 @@ def page(matrices: Sequence[Matrix]) -> str:
     """Returns the Markdown of all settings."""
     verdicts = "\n".join(f"| {verdict} | {says} |" for verdict, says in VERDICTS.items())
     parts = [TEXT.format(verdicts=verdicts), *map(_section, matrices)]
-    return "\n".join(
-        line if line.startswith("|") else textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False)
-        for line in "\n".join(parts).split("\n")
-    )
+    return wrapped("\n".join(parts))
 
 
 def _section(matrix: Matrix) -> str:

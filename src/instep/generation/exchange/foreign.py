@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -129,14 +130,15 @@ def request_info(samples: Sequence[Sample], item: Any = None) -> Any:
         tool_outputs=["".join(record.output for record in sample.tools) for sample in samples],
         tool_runtimes=[sum(record.seconds for record in sample.tools) for sample in samples],
         tool_calleds=[any(record.info.get("called", True) for record in records) for records in ran],
-        tool_call_stats=[[_stats(record, item) for record in records] for records in ran],
-        excess_tool_calls=[_excess(sample.tools) for sample in samples],
+        tool_call_stats=[
+            [
+                _made(item, "ToolCallStats", tool_name=one.tool, success=not _error(one) and not _late(one), runtime=one.seconds)
+                for one in records
+            ]
+            for records in ran
+        ],
+        excess_tool_calls=[dict(Counter(record.tool for record in sample.tools if record.outcome == "excess")) for sample in samples],
     )  # fmt: skip
-
-
-def _stats(record: ToolRecord, item: Any) -> Any:
-    success = not _error(record) and not _late(record)
-    return _made(item, "ToolCallStats", tool_name=record.tool, success=success, runtime=record.seconds)
 
 
 def _late(record: ToolRecord) -> bool:
@@ -145,11 +147,6 @@ def _late(record: ToolRecord) -> bool:
 
 def _error(record: ToolRecord) -> str:
     return record.error or str(record.info.get("error") or "")
-
-
-def _excess(tools: Sequence[ToolRecord]) -> dict[str, int]:
-    names = [record.tool for record in tools if record.outcome == "excess"]
-    return {name: names.count(name) for name in names}
 
 
 def _empty(id: RequestId, why: str, reward: Reward | None = None) -> Sample:

@@ -102,7 +102,11 @@ def create_vllm_engines(
     engines = []
     try:
         found = places(
-            num_engines, tensor_parallel_size, None if group is None else _nodes(group), shared=own is None, gpus=gpus_per_engine
+            num_engines,
+            tensor_parallel_size,
+            None if group is None else placement_group_table(group)["bundles_to_node_id"],
+            shared=own is None,
+            gpus=gpus_per_engine,
         )
         for index, place in enumerate(found):
             where = {}
@@ -132,11 +136,6 @@ def _group(num_engines: int, workers: int, timeout: float) -> PlacementGroup:
         remove_placement_group(group)
         raise EngineTimeout(f"{num_engines} times {workers} GPUs were not to be had within {timeout:g} s: {_free()}")
     return group
-
-
-def _nodes(group: PlacementGroup) -> dict[int, str]:
-    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return nodes
 
 
 def _resources(which: Literal["cluster", "available"]) -> dict[str, float]:

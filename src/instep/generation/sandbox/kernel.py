@@ -72,11 +72,7 @@ def make_read_only(target: str, devices: bool = False) -> None:
         _call(f"mount_setattr {target}", MOUNT_SETATTR, *words)
     except OSError:  # Linux before 5.12, and containers that know no newer call
         for point, kept in mounts_below(os.path.abspath(target)):
-            _remount(point, kept | MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV))
-
-
-def _remount(point: str, flags: int) -> None:
-    mount("none", point, None, MS_REMOUNT | MS_BIND | flags)
+            mount("none", point, None, MS_REMOUNT | MS_BIND | kept | MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV))
 
 
 def mounts_below(target: str) -> list[tuple[str, int]]:

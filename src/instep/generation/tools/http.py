@@ -103,7 +103,8 @@ class HttpTool:
     async def _ask(self, arguments: dict[str, Any]) -> Answer:
         """Returns the answer after following the redirects that may be followed."""
         url, method, headers = self.url, self.method, self.headers
-        sent = {"params": _query(arguments)} if method == "GET" else {"json": arguments}
+        query = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in arguments.items()}
+        sent = {"params": query} if method == "GET" else {"json": arguments}
         for _ in range(MOST_REDIRECTS + 1):
             answer = await self._once(method, url, headers, sent)
             if answer.status not in REDIRECTS:
@@ -163,10 +164,6 @@ class Answer(NamedTuple):
     text: str
     after: float
     location: str
-
-
-def _query(arguments: dict[str, Any]) -> dict[str, str]:
-    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in arguments.items()}
 
 
 async def _read(stream: Any, limit: int) -> bytes:

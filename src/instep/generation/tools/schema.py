@@ -13,6 +13,10 @@ from instep.generation.tools import patterns
 
 MESSAGE = 1000
 """Characters that a model is told of a wrong argument."""
+TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,), "integer": (int,), "number": (int, float), "array": (list,), "object": (dict,), "null": (type(None),),
+}  # fmt: skip
+"""The types of Python that `json` gives for those of a schema."""
 
 
 class Arguments:
@@ -68,11 +72,4 @@ def coerce(value: Any, schema: dict[str, Any]) -> Any:
         read = json.loads(value.lower() if value.lower() in ("true", "false", "null") else value)
     except (ValueError, RecursionError):
         return value
-    return read if any(_is(read, kind) for kind in kinds) else value
-
-
-def _is(value: Any, kind: str) -> bool:
-    wanted: dict[str, type | tuple[type, ...]] = {
-        "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict, "null": type(None)
-    }  # fmt: skip
-    return kind in wanted and isinstance(value, wanted[kind]) and (kind == "boolean" or not isinstance(value, bool))
+    return read if any(type(read) in TYPES.get(kind, ()) for kind in kinds) else value
