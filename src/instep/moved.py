@@ -21,6 +21,11 @@ GENERATION = {
     "mcp_tool": "tools.mcp", "python_tool": "tools.python",
 }  # fmt: skip
 """Folders of modules, and names of those that have another one."""
+ABSORBED = {
+    "exchange.prompts": "types", "sandbox.limits": "sandbox.programs", "sandbox.run": "sandbox.kept",
+    "tools.patterns": "tools.schema", "verifiers.fences": "verifiers.code",
+}  # fmt: skip
+"""Modules of `instep.generation` whose contents are in another one."""
 MOVED = (
     (re.compile(r"instep\.engine\.vllm_(\w+)"), r"instep.engine.vllm.\1"),
     (re.compile(rf"instep\.engine\.({REMOTE})"), r"instep.engine.remote.\1"),
@@ -28,6 +33,7 @@ MOVED = (
         (re.compile(rf"instep\.generation\.{old}"), f"instep.generation.{new if '.' in new else f'{new}.{old}'}")
         for old, new in GENERATION.items()
     ),
+    *((re.compile(rf"instep\.generation\.{old}"), f"instep.generation.{new}") for old, new in ABSORBED.items()),
 )
 """Old names, and what they have become."""
 

@@ -10,8 +10,7 @@ import pytest
 
 from instep.generation.sandbox import kept
 from instep.generation.sandbox.kept import Keeper
-from instep.generation.sandbox.limits import Level
-from instep.generation.sandbox.programs import trial
+from instep.generation.sandbox.programs import Level, trial
 
 
 @contextmanager

@@ -74,6 +74,8 @@ def test_a_module_is_found_under_its_old_name() -> None:
         "assert old is plugin and instep.engine.http_token is http_token\n"
         "assert old.__spec__.name == old.__name__ == 'instep.engine.vllm.plugin'\n"
         "from instep.engine.vllm import VllmEngine\n"
+        "from instep.generation.prompts import checked\n"
+        "import instep.generation.sandbox.limits\n"
         "try:\n    import instep.engine.vllm_nothing\n"
         "except ModuleNotFoundError as error:\n    assert error.name == 'instep.engine.vllm.nothing'\n"
     )

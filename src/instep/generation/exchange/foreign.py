@@ -18,9 +18,8 @@ from msgspec import structs
 
 from instep.errors import ConfigError
 from instep.generation.exchange import records as records
-from instep.generation.exchange.prompts import checked
 from instep.generation.sampling import Sampling, from_vllm
-from instep.generation.types import GenerationResult, PromptId, PromptRequest, RequestId, Reward, Sample, ToolRecord
+from instep.generation.types import GenerationResult, PromptId, PromptRequest, RequestId, Reward, Sample, ToolRecord, checked
 
 SENT_AS = "instep.sent_as"
 """Key in a request's metadata of the object that the request was made from."""

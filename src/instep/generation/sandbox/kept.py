@@ -1,4 +1,5 @@
-"""The keeper of this process, and the sandbox level at which it runs programs."""
+"""Runs programs through the keeper of this process, at the strongest sandbox level that the machine
+gives."""
 
 from __future__ import annotations
 
@@ -17,8 +18,7 @@ from pathlib import Path
 
 from instep.errors import ConfigError, MissingExtra
 from instep.generation.sandbox.calls import compiled
-from instep.generation.sandbox.limits import LEVELS, Level
-from instep.generation.sandbox.programs import trial
+from instep.generation.sandbox.programs import GRACE, LEVELS, REPORT, Level, Prints, Run, SandboxLimits, job, lost, report, trial
 
 KEEPER = Path(__file__).with_name("keeper.py")
 PARTS = ("bin", "include", "lib", "lib64", "pyvenv.cfg", "share", "ssl")
@@ -126,6 +126,40 @@ def advice(given: Level) -> str:
         "in a container: --security-opt seccomp=unconfined or --cap-add SYS_ADMIN), or accept less with "
         f'SandboxLimits(sandbox="{given}"): docs/generation.md has what that does not protect from'
     )
+
+
+async def run_python(
+    program: str, limits: SandboxLimits, stdin: str = "", *, prints: Prints = "all", channel: socket.socket | None = None
+) -> Run:
+    """Runs a program with this interpreter and its packages, in an environment of its own.
+    Cancelling kills the program.
+
+    channel: a socket that the program gets as descriptor 3; it is closed here. Raises `ConfigError` where this machine gives a weaker
+    sandbox than `limits.sandbox`, and `MissingExtra`.
+    """
+    keeper = await kept(limits.sandbox)
+    said = b""
+    try:
+        asker = keeper.start(channel)
+    except OSError as error:
+        return lost(f"its keeper is gone: {error}")
+    finally:
+        if channel:
+            channel.close()
+    reader, writer = await asyncio.open_unix_connection(sock=asker)
+    try:
+        async with asyncio.timeout(limits.seconds + GRACE):
+            writer.write(job(program, limits, stdin, prints))
+            await writer.drain()
+            while len(said) <= limits.output + REPORT and (part := await reader.read(1 << 16)):
+                said += part
+    except TimeoutError:
+        return lost(f"nothing was heard of it in {limits.seconds + GRACE:g} seconds")
+    except OSError as error:
+        return lost(f"its warden is gone: {error}")
+    finally:
+        writer.close()  # which ends all of it
+    return report(said)
 
 
 async def kept(least: Level) -> Keeper:

@@ -1,16 +1,21 @@
-"""Messages between a process and the warden of its program."""
+"""Limits of a program in a sandbox, and the messages between a process and the warden of the
+program."""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
-from instep.generation.sandbox.limits import SandboxLimits
+from instep.errors import ConfigError
 
+Level = Literal["full", "partial", "none"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""The strongest first."""
 End = Literal["exit", "signal", "timeout", "output", "disk", "lost"]
 """How a program ended: by itself, by a signal, or because it went over a limit. lost: it could not be run, `Run.output` says why."""
 Prints = Literal["all", "stdout", "nothing"]
@@ -20,6 +25,33 @@ GRACE = 10.0
 """Seconds beyond a program's own that its warden may take to start it and to clean up."""
 REPORT = 1 << 14
 """Bytes beyond the output that a warden may send."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """Limits of a program in a sandbox. Raises `ConfigError` for values that make no sense.
+
+    seconds: of wall-clock time. memory: bytes of address space; beyond it the program sees a `MemoryError`. output: bytes of stdout and
+        stderr together. file: bytes of one file that it writes. disk: bytes of all its files, which are in memory and gone when it ends.
+        network: whether it may connect to others over IP.
+    sandbox: the weakest wall between program and machine that is accepted: `full` (namespaces of its own), `partial` (Landlock and a
+        seccomp filter) or `none`. The strongest that the machine gives is taken, whatever is accepted.
+    """
+
+    seconds: float = 10.0
+    memory: int = 1 << 30
+    output: int = 1 << 16
+    file: int = 1 << 26
+    disk: int = 1 << 27
+    network: bool = False
+    sandbox: Level = "partial"
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "memory", "output", "file", "disk"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)!r}")
+        if self.sandbox not in LEVELS:
+            raise ConfigError(f"sandbox must be one of {', '.join(LEVELS)}, not {self.sandbox!r}")
 
 
 class Run(Struct, frozen=True, kw_only=True):

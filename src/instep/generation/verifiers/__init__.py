@@ -2,8 +2,7 @@
 for wrong."""
 
 from instep.generation.verifiers.base import Answer, Verifier
-from instep.generation.verifiers.code import CodeTests
-from instep.generation.verifiers.fences import code_block
+from instep.generation.verifiers.code import CodeTests, code_block
 from instep.generation.verifiers.final import final
 from instep.generation.verifiers.instructions import Instructions
 from instep.generation.verifiers.numeric import Numeric, last_number

@@ -1,4 +1,4 @@
-"""Judges answers that are programs, by tests in a sandbox."""
+"""Finds the program in an answer, and judges it by tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import json
 import math
 import os
+import re
 import socket
+import textwrap
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -16,9 +18,11 @@ from typing import Any
 
 from instep.generation.sandbox import Run, SandboxLimits, run_python
 from instep.generation.verifiers.base import Answer, reading
-from instep.generation.verifiers.fences import code_block
 from instep.generation.waiting import Turnstile
 
+FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\r\n]*+)")
+"""Possessive (`*+`): nothing is tried twice, so time is linear in the line."""
+PYTHON = ("python", "py", "python3", "py3")
 LIMITS = SandboxLimits(output=1 << 20)
 ROOM = 4
 """A program may print that many times what a test expects; what is longer is wrong anyway."""
@@ -137,3 +141,42 @@ def sorted_tests(value: Sequence[Any]) -> tuple[list[str], list[dict[str, str]]]
     if len(statements) + len(exchanges) < len(value):
         raise ValueError("the label holds a test that is neither a text nor texts for input and output")
     return statements, exchanges
+
+
+def code_block(text: str) -> str:
+    """Returns the last fenced block in Python, else the last one without a language, else the
+    whole text.
+
+    A block that is not closed goes on to the end.
+    """
+    named: str | None = None
+    unnamed: str | None = None
+    for language, block in _blocks(text.replace("\r\n", "\n")):
+        if language in PYTHON:
+            named = block
+        elif not language:
+            unnamed = block
+    found = named if named is not None else unnamed
+    return text if found is None else found
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Returns the language and the text of each block."""
+    found = []
+    lines = iter(text.split("\n"))
+    for line in lines:
+        opened = FENCE.fullmatch(line)
+        if opened is None:
+            continue
+        fence = opened[1]
+        words = opened[2].lower().replace("{", " ").replace("}", " ").replace(",", " ").split()
+        inside: list[str] = []
+        for inner in lines:
+            if inner.strip().startswith(fence) and not inner.strip().strip(fence[0]):
+                block = "".join(f"{one}\n" for one in inside)
+                break
+            inside.append(inner)
+        else:  # cut off, or closed at the end of a line of code
+            block = "\n".join(inside).partition(fence)[0]
+        found.append((words[0].lstrip(".") if words else "", textwrap.dedent(block) if line[:1].isspace() else block))
+    return found
