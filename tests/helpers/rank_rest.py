@@ -18,7 +18,7 @@ from helpers.rank_ways import opened
 from helpers.source_models import TEXT, llama, lora, saved
 from instep import PairSource, WeightSync
 from instep.bench.apart import Apart
-from instep.bench.sharded_rank import peak
+from instep.bench.sharded import peak
 from instep.engine.memory import MemoryEngine
 from instep.transport.broadcast import publish as broadcast
 

@@ -1,12 +1,13 @@
-"""Remembers the tensors of a live module, to tell whether they are still the same. Each push checks
-that, so the loops run in C."""
+"""Remembers the tensors of a live module or of a dict, to tell whether they are still the same. Each
+push checks that, so the loops run in C."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -74,3 +75,26 @@ class Live:
 
 def _same(found: Iterable[Any], known: Iterable[Any]) -> bool:
     return all(map(is_, found, known))
+
+
+class Listed:
+    """Names and tensors of a dict at one moment. Tensors are held by weak references.
+
+    structure: an object that no other `Listed` has. facts: equal for equal names of the same
+    memory.
+    """
+
+    def __init__(self, mapping: Mapping[Any, torch.Tensor]) -> None:
+        self.structure = object()
+        self.facts = _facts(mapping)
+        self._tensors = list(map(ref, mapping.values()))
+
+    def holds(self, mapping: Mapping[Any, Any]) -> bool:
+        """Whether the names are the same, and each tensor is the same object in the same memory."""
+        if len(mapping) != len(self._tensors) or not all(map(is_, mapping.values(), (found() for found in self._tensors))):
+            return False
+        return _facts(mapping) == self.facts
+
+
+def _facts(mapping: Mapping[Any, torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(mapping), *(tuple(map(fact, mapping.values())) for fact in FACTS)

@@ -16,7 +16,7 @@ from instep.errors import ConfigError, SourceError
 from instep.protocol import TensorMeta, dtype_name
 from instep.source import Look
 from instep.source.bare import unwrap
-from instep.source.listed import Listed
+from instep.source.live import Listed
 from instep.source.names import canonical_names
 from instep.source.snapshot import Snapshot, Values, read, take
 from instep.source.tensors import check, checksums, identity, versions

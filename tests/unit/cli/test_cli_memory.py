@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.cli.memory import Free, free
+from instep.cli.plan_memory import Free, free
 
 GB = 10**9
 

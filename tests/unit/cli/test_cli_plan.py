@@ -22,7 +22,7 @@ from instep.bench.report import time
 from instep.cli import plan as command
 from instep.cli import plan_memory
 from instep.cli.layer_rows import Row, alike, rows, tables, together
-from instep.cli.memory import Free
+from instep.cli.plan_memory import Free
 from instep.errors import ConfigError
 
 LAYERS = "model.layers.0..2"
