@@ -5,7 +5,7 @@ One kernel launch works through a table of rows (`plan/rows.py`). A program take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -61,8 +61,8 @@ def in_one(address: int, meta: TensorMeta, slot: int) -> Run:
 class Table:
     """A table of runs on a device. It can be launched again as long as the addresses stay the same.
 
-    sums: room for two words of each slot, in which others look for the sums. They come first, then whether a slot has a number that is
-    not finite.
+    sums: room for two words of each slot, where others look for them too, or other tables add to them. The sums come first, then whether
+    a slot has a number that is not finite.
     """
 
     def __init__(self, runs: Sequence[Run], slots: int, device: torch.device, *, copy: bool, sums: torch.Tensor | None = None) -> None:
@@ -84,9 +84,11 @@ class Table:
         self.weights = _weights(device)
         self.sums = torch.zeros(2 * slots, dtype=torch.int64, device=device) if sums is None else sums
 
-    def launch(self) -> None:
-        """Adds up every slot, and with `copy` moves the words too, on the current stream."""
-        self.sums.zero_()
+    def launch(self, *, clear: bool = True) -> None:
+        """Adds up every slot, and with `copy` moves the words too, on the current stream. clear:
+        whether the sums begin at zero; otherwise they go on."""
+        if clear:
+            self.sums.zero_()
         if self.programs:
             from instep.kernels import move
 
@@ -104,15 +106,13 @@ class Table:
     def result(self) -> tuple[list[int], list[bool]]:
         """Waits for the GPU. Returns the sum of each slot, and whether the slot has a number
         that is not finite."""
-        return added([self])
+        return results(self.sums)
 
 
-def added(tables: Iterable[Table]) -> tuple[list[int], list[bool]]:
-    """Waits for the GPU. Returns the results of tables with the same slots, added up."""
-    sums = [table.sums for table in tables]
-    if not sums:
-        return [], []
-    total, flags = (sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)).cpu().chunk(2)
+def results(sums: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Waits for the GPU. Returns what `Table.result` does. sums: of a table, or of several that
+    share them. int64 [2 * slots]."""
+    total, flags = sums.cpu().chunk(2) if len(sums) else (sums, sums)
     return total.numpy().view(np.uint64).tolist(), flags.ne(0).tolist()
 
 

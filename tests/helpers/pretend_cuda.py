@@ -81,8 +81,10 @@ class Table:
         self.runs, self.copy = runs, copy
         self.sums = torch.zeros(2 * slots, dtype=torch.int64) if sums is None else sums
 
-    def launch(self) -> None:
-        sums, flags = (part.numpy().view(np.uint64) for part in self.sums.zero_().chunk(2))
+    def launch(self, *, clear: bool = True) -> None:
+        if clear:
+            self.sums.zero_()
+        sums, flags = (part.numpy().view(np.uint64) for part in self.sums.chunk(2))
         for run in self.runs:
             rows = run.rows
             at, to, position = (
@@ -103,7 +105,7 @@ class Table:
             flags[run.slot] |= np.uint64((((words & mask) + lowest) & carry).any())
 
     def result(self) -> tuple[list[int], list[bool]]:
-        return digest_cuda.added([self])  # type: ignore[list-item]
+        return digest_cuda.results(self.sums)
 
 
 def _memory(address: int, words: int) -> Any:

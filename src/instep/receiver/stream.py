@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from instep.digest_cuda import Run, Table, added, run_of
+from instep.digest_cuda import Run, Table, results, run_of
 from instep.plan.buckets import pieces
 from instep.plan.packed import packed
 from instep.plan.rows import Rows, contiguous
@@ -73,6 +73,8 @@ class Scatter:
         asked = [*(watched.asked if watched else ()), *self.moves.asked]
         self.reads = cuda_compare.Reads(asked, copies.every, self.metas, places)
         moved, read = by_bucket(self.moves.runs, self.bucket), by_bucket(chain.from_iterable(self.reads.runs), self.bucket)
+        slots, device = self.moves.slots + len(self.slots) + len(self.reads.regions), buckets[0].device if buckets else None
+        self.board = torch.zeros(2 * slots, dtype=torch.int64, device=device)  # of all buckets
         self.tables = [self._tables(index, bucket, moved[index], read[index]) for index, bucket in enumerate(buckets)]
 
     def _tables(self, index: int, bucket: torch.Tensor, moves: Sequence[Run], reads: Sequence[Run]) -> list[Table]:
@@ -81,19 +83,23 @@ class Scatter:
         read = [run_of(rows.moved(base).in_padded_words(), meta, self.slots[meta.name]) for meta, rows in self.pieces[index]]
         for run in reads:
             read += [part._replace(slot=first + run.slot) for part in cut_run(run, low, low + len(bucket), base)]
-        slots = first + len(self.reads.regions)
-        return [Table(some, slots, bucket.device, copy=copy) for some, copy in ((moved, True), (read, False)) if some]
+        slots, device = len(self.board) // 2, self.board.device
+        return [Table(some, slots, device, copy=copy, sums=self.board) for some, copy in ((moved, True), (read, False)) if some]
+
+    def begin(self) -> None:
+        """Begins another version."""
+        self.board.zero_()
 
     def launch(self, index: int) -> None:
-        """Moves a bucket's bytes of direct layers, and sums those up with the bytes of tensors that
-        are put aside."""
+        """Moves a bucket's bytes of direct layers, and adds them to the sums, with the bytes of
+        tensors that are put aside."""
         for table in self.tables[index]:
-            table.launch()
+            table.launch(clear=False)
 
     def sums(self) -> tuple[dict[str, int], Parts, list[int]]:
         """Waits for the GPU. Returns sums of tensors that were put aside, of regions that were
         moved, and of regions that are only read."""
-        total = added(chain.from_iterable(self.tables))[0]
+        total = results(self.board)[0]
         wholes = {name: total[slot] for name, slot in self.slots.items()}
         parts = {name: {number: total[slot] for number, slot in slots.items()} for name, slots in self.moves.parts.items()}
         return wholes, parts, total[len(total) - len(self.reads.regions) :]
@@ -121,6 +127,7 @@ class Streamed:
         if copies.worked_out is None or copies.worked_out[0] != at:
             copies.worked_out = (at, Scatter(copies, watched, self.manifest, self.reader.parts, self.in_one))
         self.copies, self.scatter = copies, copies.worked_out[1]
+        self.scatter.begin()
         kept = self._twice() if in_turn else self.scatter.aside
         self.aside = StreamedStateDict(self.scatter.metas, self.scatter.aside, kept, self._passing(ahead=not in_turn), self.reader.device)
         if in_turn:

@@ -80,6 +80,7 @@ class DeviceTally:
         self.slots = {meta.name: slot for slot, meta in enumerate(self.own)}
         self.sizes = [high - low for low, high in buckets(layout(tensors)[1], limit)]
         self.pieces = list(pieces(tensors, limit))
+        self.board = torch.zeros(2 * len(self.own), dtype=torch.int64, device=rooms[0].device)  # sums, then how many flags there are
         self.read = [self._table(index, here, {}) for index, here in enumerate(self.pieces)]
         self.places: dict[str, int] = {}  # addresses of tensors in the version before, of which `moved` is made
         self.moved: list[list[Table]] = [[] for _ in self.pieces]
@@ -87,7 +88,6 @@ class DeviceTally:
         self.used: dict[int, list[Table]] = {}
         self.place: Hashable = None  # `Placed.place` of `places` if complete; `packed`: of `found`
         self.packed: Hashable = None
-        self.board = torch.zeros(2 * len(self.own), dtype=torch.int64, device=rooms[0].device)  # sums, then how many flags there are
 
     def begin(self) -> None:
         """Begins another version."""
@@ -117,7 +117,7 @@ class DeviceTally:
             elif lie:
                 self.used[index] = self.moved[index]
                 for table in self.moved[index]:
-                    table.launch()
+                    table.launch(clear=False)
             yield bucket
             held = {meta.name: held[meta.name] for meta, rows in here if rows.at + rows.length < meta.nbytes}
         next(given, None)  # raises if the source gives more than it describes
@@ -129,7 +129,7 @@ class DeviceTally:
         for index, tables in enumerate(self.moved):
             bucket = room(index, self.sizes[index])
             for table in tables:
-                table.launch()
+                table.launch(clear=False)
             yield bucket
 
     def _taken(self, meta: TensorMeta, value: torch.Tensor, *, stays: bool) -> torch.Tensor:
@@ -142,9 +142,7 @@ class DeviceTally:
     def add(self, index: int, _: torch.Tensor) -> None:
         if index not in self.used:
             self.used[index] = [self.read[index]]
-            self.read[index].launch()
-        for table in self.used[index]:
-            self.board.add_(table.sums)
+            self.read[index].launch(clear=False)
 
     def told(self) -> torch.Tensor:
         return self.board[: len(self.own)]
@@ -174,7 +172,7 @@ class DeviceTally:
             if places:
                 there = contiguous(rows.length, places[meta.name] + rows.at, rows.at, there.place)
             runs.append(run_of(there.in_padded_words(), meta, self.slots[meta.name]))
-        return Table(runs, len(self.slots), room.device, copy=bool(places))
+        return Table(runs, len(self.slots), room.device, copy=bool(places), sums=self.board)
 
 
 class First:
@@ -187,36 +185,36 @@ class First:
         self.slots = {meta.name: slot for slot, meta in enumerate(self.own)}
         self.place: Hashable = None
         self.tables: list[tuple[list[int], Table]] = []  # each with the addresses that it reads
+        self.board = torch.zeros(2 * len(self.own), dtype=torch.int64, device=device)  # of all tables
 
     def take(self, values: Placed) -> None:
         """Starts the first read. Tensors that lie where they lay are not listed anew."""
+        self.board.zero_()
         if values.place is not None and values.place == self.place:
             for _, table in self.tables:
-                table.launch()
+                table.launch(clear=False)
             return
         self.place, last, self.tables = None, self.tables, []
         held: list[tuple[TensorMeta, torch.Tensor]] = []
-        in_place = True  # a copy would be stale in the next version
+        in_place, nbytes = True, 0  # a copy would be stale in the next version
         for meta, value in described(self.own, values.read()):
             held.append((meta, as_words(value.to(getattr(torch, meta.dtype)))))
             in_place &= held[-1][1].data_ptr() == value.data_ptr()
-            if not values.stays or sum(words.nbytes for _, words in held) > HELD:
+            nbytes += held[-1][1].nbytes
+            if not values.stays or nbytes > HELD:
                 self._launch(held, last)
-                held = []
+                held, nbytes = [], 0
         if held:
             self._launch(held, last)
         self.place = values.place if in_place else None
 
     def told(self) -> torch.Tensor:
         """Returns the sums without seeds. Does not wait for the GPU."""
-        return self._board()[: len(self.own)]
+        return self.board[: len(self.own)]
 
     def result(self) -> Result:
         """Waits for the GPU and returns what `Tally.result` says."""
-        return _result(self.own, self._board())
-
-    def _board(self) -> torch.Tensor:
-        return torch.stack([table.sums for _, table in self.tables]).sum(0)
+        return _result(self.own, self.board)
 
     def _launch(self, held: Sequence[tuple[TensorMeta, torch.Tensor]], last: Sequence[tuple[list[int], Table]]) -> None:
         at, addresses = len(self.tables), [words.data_ptr() for _, words in held]
@@ -224,8 +222,8 @@ class First:
             self.tables.append(last[at])
         else:
             runs = [in_one(words.data_ptr(), meta, self.slots[meta.name]) for meta, words in held]
-            self.tables.append((addresses, Table(runs, len(self.slots), self.device, copy=False)))
-        self.tables[-1][1].launch()
+            self.tables.append((addresses, Table(runs, len(self.slots), self.device, copy=False, sums=self.board)))
+        self.tables[-1][1].launch(clear=False)
 
 
 def _result(own: Sequence[TensorMeta], board: torch.Tensor) -> Result:

@@ -242,8 +242,8 @@ def test_bytes_that_change_on_the_way_are_found_out(monkeypatch: pytest.MonkeyPa
         push(sync, weights, "a")
         sound = Table.launch
 
-        def launch(self: Table) -> None:
-            sound(self)
+        def launch(self: Table, *, clear: bool = True) -> None:
+            sound(self, clear=clear)
             self.sums[0] += self.copy
 
         monkeypatch.setattr(Table, "launch", launch)
