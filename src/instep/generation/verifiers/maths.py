@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from asyncio import get_running_loop
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +115,20 @@ def _bare(text: str) -> str:
 
 
 class Worker:
-    """A process that has math-verify loaded. It ends when its stdin closes, so that none is left when this process dies."""
+    """A process that has math-verify loaded. It ends when its socket closes, so that none is left
+    when this process dies."""
 
     def __init__(self, memory: int) -> None:
         environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), str(memory)],  # -P: this folder has a `code.py`
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
-        self.end = weakref.finalize(self, _end, self.process)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER), str(memory), str(theirs.fileno())],  # -P: this folder has a `code.py`
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment,
+                pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        self.connection = Connection(ours.detach())
+        self.end = weakref.finalize(self, _end, self.process, self.connection)
         if self.ask({}, START) is None:
             raise RuntimeError("the process that compares answers did not start")
 
@@ -134,31 +139,15 @@ class Worker:
     def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """Returns the worker's reply. If there is none after `seconds`, or the worker has died,
         ends the worker and returns None."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin
-        assert stdout
-        deadline, reply = time.monotonic() + seconds, b""
-        try:
-            stdin.write(json.dumps(question).encode() + b"\n")
-            stdin.flush()
-            while not reply.endswith(b"\n"):
-                if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                    break
-                part = os.read(stdout.fileno(), 1 << 16)
-                if not part:
-                    break
-                reply += part
-        except BrokenPipeError:
-            pass
-        if not reply.endswith(b"\n"):
-            self.end()
-            return None
-        return dict(json.loads(reply))
+        with suppress(EOFError, OSError):
+            self.connection.send_bytes(json.dumps(question).encode())
+            if self.connection.poll(seconds):
+                return dict(json.loads(self.connection.recv_bytes()))
+        self.end()
+        return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what it has not read is of no use to anybody
-            pipe.close()  # type: ignore[union-attr]
+    connection.close()

@@ -17,11 +17,16 @@ from instep.generation.verifiers.maths import Maths, Worker
 
 SLOW = """
 import json, sys, time
-for line in sys.stdin:
-    question = json.loads(line)
+from multiprocessing.connection import Connection
+asker = Connection(int(sys.argv[2]))
+while True:
+    try:
+        question = json.loads(asker.recv_bytes())
+    except EOFError:
+        break
     if question.get("answer") == "hang": time.sleep(3600)
     if question.get("answer") == "die": raise MemoryError
-    print(json.dumps({"score": 1.0}), flush=True)
+    asker.send_bytes(json.dumps({"score": 1.0}).encode())
 """
 
 
@@ -76,8 +81,7 @@ def test_a_process_ends_with_its_worker(slow: Maths) -> None:
 
 def test_a_process_ends_by_itself_when_nobody_can_ask_it_any_more(slow: Maths) -> None:
     worker = Worker(1 << 31)
-    assert worker.process.stdin
-    worker.process.stdin.close()  # as the kernel does for a process that was killed
+    worker.connection.close()  # as the kernel does for a process that was killed
     assert worker.process.wait(10) == 0
 
 
