@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -32,7 +32,10 @@ def tables(results: Results) -> str:
             ((one.name, one.engine, size(one.nbytes), rate(one.rate), time(setting.nbytes / one.rate)) for one in results.limits),
         ),
         table(("copies of one plan", "to", "regions", "time", "rate"), map(_copy, results.copies)),
-        "\n".join(_calls(engine, seconds) for engine, seconds in results.calls.items()),
+        "\n".join(
+            f"calls to the engine on {engine}: " + ", ".join(f"{name} {time(value)}" for name, value in seconds.items())
+            for engine, seconds in results.calls.items()
+        ),
         "\n".join(results.notes),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -54,10 +57,6 @@ def _row(row: Row, summary: Summary) -> Sequence[str]:
         row.way, row.engine, time(medians["total"]), time(medians["pause"]), _times(summary.of_limit), _times(summary.rival_over_this),
         NONE if row.cold is None else time(row.cold), memory or NONE,
     )  # fmt: skip
-
-
-def _calls(engine: str, seconds: Mapping[str, float]) -> str:
-    return f"calls to the engine on {engine}: " + ", ".join(f"{name} {time(value)}" for name, value in seconds.items())
 
 
 def _copy(copy: Copy) -> Sequence[str]:

@@ -24,7 +24,8 @@ def partitioned(param: Any) -> bool:
 
 def partition(name: str, param: Any) -> LocalShard:
     shape, count = tuple(param.ds_shape), int(param.ds_tensor.ds_numel)
-    rank = torch.distributed.get_rank(_ranks_of(param))
+    group = getattr(param, "ds_process_group", None)
+    rank = torch.distributed.get_rank(group if isinstance(group, torch.distributed.ProcessGroup) else None)  # None: all ranks
     low = rank * count
     high = min(low + count, math.prod(shape))
 
@@ -38,13 +39,6 @@ def partition(name: str, param: Any) -> LocalShard:
         return flat
 
     return LocalShard(shape, param.ds_tensor.dtype, of_range(low, high, shape) if low < high else [], memory)
-
-
-def _ranks_of(param: Any) -> Any:
-    """Returns the process group over which the parameter is partitioned. None stands for all
-    ranks."""
-    group = getattr(param, "ds_process_group", None)
-    return group if isinstance(group, torch.distributed.ProcessGroup) else None
 
 
 def engine_module(module: Any) -> Any:

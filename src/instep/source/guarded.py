@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from instep.protocol import TensorMeta
 from instep.source import Look, Source, again, device_of, own
 from instep.source.pairs import PairSource
 from instep.source.within import Within
+
+T = TypeVar("T")
 
 
 class Guarded:
@@ -22,8 +25,7 @@ class Guarded:
         self.source = source
 
     def metadata(self) -> list[TensorMeta]:
-        with self._calling("metadata"):
-            return self.source.metadata()
+        return self._ask("metadata", lambda: self.source.metadata())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._calling("tensors"):
@@ -59,13 +61,11 @@ class Guarded:
     def once(self) -> bool:
         """Tells whether the values of this push can be read only once; False for a source that does
         not say."""
-        with self._calling("once"):
-            return bool(own(self.source, "once"))
+        return self._ask("once", lambda: bool(own(self.source, "once")))
 
     @property
     def stays(self) -> bool:
-        with self._calling("stays"):
-            return bool(own(self.source, "stays"))
+        return self._ask("stays", lambda: bool(own(self.source, "stays")))
 
     def within(self) -> Iterator[list[Within]]:
         """Yields what else of the source could be pushed; nothing if the source has no `within`."""
@@ -74,40 +74,34 @@ class Guarded:
             yield from read() if read else ()
 
     def stamp(self) -> Hashable:
-        with self._calling("stamp"):
-            return self.source.stamp()
+        return self._ask("stamp", lambda: self.source.stamp())
 
     def look(self) -> Look:
-        with self._calling("look"):
-            look = own(self.source, "look")
-        if look is None:
-            return Look(self.metadata(), self.stamp())
-        with self._calling("look"):
-            seen: Look = look()
-            return seen
+        look: Callable[[], Look] | None = self._ask("look", lambda: own(self.source, "look"))
+        return self._ask("look", look) if look else Look(self.metadata(), self.stamp())
 
     def score(self, token_ids: list[int]) -> list[float] | None:
-        with self._calling("score"):
-            return self.source.score(token_ids)
+        return self._ask("score", lambda: self.source.score(token_ids))
 
     @property
     def merged(self) -> bool:
         """Tells whether the values have an adapter merged into them; False for a source that does
         not say."""
-        with self._calling("merged"):
-            return bool(getattr(self.source, "merged", False))
+        return self._ask("merged", lambda: bool(getattr(self.source, "merged", False)))
 
     @property
     def whole(self) -> bool:
         """Tells whether the tensors are all that a checkpoint of the model has; False for a source
         that does not say."""
-        with self._calling("whole"):
-            return bool(getattr(self.source, "whole", False))
+        return self._ask("whole", lambda: bool(getattr(self.source, "whole", False)))
 
     @property
     def device(self) -> torch.device:
-        with self._calling("tensors"):
-            return device_of(self.source)
+        return self._ask("tensors", lambda: device_of(self.source))
+
+    def _ask(self, method: str, call: Callable[[], T]) -> T:
+        with self._calling(method):
+            return call()
 
     @contextmanager
     def _calling(self, method: str) -> Iterator[None]:

@@ -78,12 +78,10 @@ class LLMRayActor:
     args, kwargs: the model and vLLM's own arguments. Those of `LLMActor` among the named ones, and
         those below, are the actor's. A function that starts an engine, in the place of the model,
         leaves none to vLLM.
-    tool_actors: handles of Ray actors with `safe_execute`, Open Instruct's tools. tool_parser_type: `legacy` (`<name>...</name>`),
-        `dr_tulu`, or `vllm_NAME` with a tool parser of vLLM's. max_tool_calls: of one sample, over all tools. mask_tool_use: whether a
-        sample's mask is 0 for tools' tokens.
+    tool_actors: handles of Ray actors with `safe_execute`, Open Instruct's tools.
+    tool_parser_type: `legacy` (`<name>...</name>`), `dr_tulu`, or `vllm_NAME` with a tool parser of vLLM's.
     bundle_indices: bundles of the placement group for workers that vLLM places with Ray (`distributed_executor_backend="ray"`).
-    reward_config: a `RewardConfig`, or Open Instruct's. train_dataset, eval_dataset: of their rows, by `index`, come the labels of prompts.
-    http: answer OpenAI's interface, at `url`.
+    reward_config: a `RewardConfig`, or Open Instruct's. train_dataset, eval_dataset: their rows, by `index`, have the labels of prompts.
 
     Raises `ConfigError` for what cannot be honoured, before the engine is started; `create_vllm_engines` does before any process is.
     """

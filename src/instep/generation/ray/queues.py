@@ -1,12 +1,8 @@
 """Queues between a trainer and a fleet of Ray actors that lose no prompt: the prompts of an
 actor that died go to others.
 
-    queues = RolloutQueues()
-    engines = create_vllm_engines(2, ..., prompt_queue=queues.prompts, results_queue=queues.results, eval_results_queue=queues.eval_results)
-    queues.prompts.put(request)
-    result = queues.results.get(timeout=60)
-
-`ray.util.queue.Queue` fits in the same places, and forgets what it hands over.
+`engines.py` shows their use. `ray.util.queue.Queue` fits in the same places, and forgets what it
+hands over.
 """
 
 from __future__ import annotations

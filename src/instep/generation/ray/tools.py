@@ -100,11 +100,7 @@ def _whole_turn(tools: Sequence[Any]) -> Callable[[Tokenizer], ToolParser]:
         raise ConfigError(
             "tool_parser_type 'dr_tulu' needs a tool that names its stop strings: it has no get_stop_strings, or an empty one"
         )
-    return partial(_listens, tools[0].definition.name, stops)
-
-
-def _listens(tool: str, stops: Sequence[str], tokenizer: Tokenizer) -> ToolParser:
-    return WholeTurnParser(tool, TaggedParser(tokenizer, "tool_output"), stops)
+    return lambda tokenizer: WholeTurnParser(tools[0].definition.name, TaggedParser(tokenizer, "tool_output"), stops)
 
 
 def _known(name: str) -> str:
