@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.toys import Checkpoint, bits, described
@@ -16,9 +18,10 @@ from torch import nn
 
 from instep import MemoryEngine, WeightSync
 from instep.errors import SourceError
-from instep.protocol import TensorMeta
+from instep.plan.packed import packed
+from instep.protocol import TensorMeta, dtype_name
 from instep.source.module import MappingSource
-from instep.transport import copying
+from instep.transport import Placed, cast, copying
 from instep.transport.again import second
 
 pytestmark = pytest.mark.usefixtures("segments")
@@ -240,3 +243,23 @@ def test_a_source_that_gives_its_tensors_only_once_is_told_so() -> None:
     engine = MemoryEngine(zeros())
     with WeightSync(Once(zeros()), [engine]) as sync, pytest.raises(SourceError, match="once and not again: each call of `tensors`"):
         sync.push("a")
+
+
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("lies", ["in order", "transposed", "with gaps"])
+def test_both_reads_of_a_value_that_is_cast_find_the_same_bytes(sent: torch.dtype, held: torch.dtype, lies: str) -> None:
+    """A conversion writes another NaN for each kind of loop that PyTorch takes."""
+    rows = torch.randn(257, 2 * 521, generator=torch.Generator().manual_seed(1)).to(held)
+    rows[:, ::7] = torch.nan
+    value = {"in order": rows, "transposed": rows.T, "with gaps": rows[:, ::2]}[lies]
+    sizes = [1, cast.PIECE - 1, cast.PIECE, 3 * cast.PIECE + 5]
+    values = {"rows": value, "none": value[:0], "one": rows[0, 0]} | {f"flat.{size}": rows.reshape(-1)[:size] for size in sizes}
+    metas = [TensorMeta(name, dtype_name(sent), tuple(some.shape)) for name, some in values.items()]
+    places = packed(metas)
+    view = np.full(places.size, 255, np.uint8)
+    with ThreadPoolExecutor(2) as pool:
+        copying.Copier(pool).copied(view, metas, Placed(lambda: iter(values.items()), lambda: iter(values.items()), stays=True))
+    for meta in metas:
+        found = torch.from_numpy(view[places.offsets[meta.name] :][: meta.nbytes]).view(sent).view(meta.shape)
+        torch.testing.assert_close(found, values[meta.name].to(sent), rtol=0, atol=0, equal_nan=True)

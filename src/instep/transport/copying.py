@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -21,12 +20,10 @@ from instep.transport import Placed
 from instep.transport.addresses import Addresses, bytes_at
 from instep.transport.again import described_as, second
 from instep.transport.bucket_digests import Result
+from instep.transport.cast import Cast, memcmp
 from instep.transport.parts import whole
 
 BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on the way must not run far ahead
-
-_memcmp = ctypes.CDLL(None).memcmp  # releases the GIL, and allocates nothing
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Copier:
@@ -76,7 +73,7 @@ class _Copy:
                 if name in given or meta.alias_of:
                     raise SourceError(f"the source gave {name} twice", tensor=name)
                 given.add(name)
-                if values.place is not None and values.stays and _in_place(meta, value) is not None:
+                if values.place is not None and values.stays and isinstance(_lying(meta, value), np.ndarray):
                     self.given.append((meta, value.detach()))
                 if meta.nbytes < BLOCK_BYTES:
                     self._put(meta, value.detach())
@@ -141,16 +138,16 @@ class _Copy:
         return self.view[at : at + padded(meta.nbytes)]
 
     def _strips(self, meta: TensorMeta, value: torch.Tensor) -> Iterator[_Strip]:
-        """Returns the strips of a large value. A value that cannot be copied as it lies is cast, made
-        contiguous or fetched from its device here, in one pass."""
-        data = _in_place(meta, value)
+        """Returns the strips of a large value. A value that does not lie in host memory in order is
+        copied here."""
+        data = _lying(meta, value)
         if data is None:
             room = self._room(meta)
-            torch.from_numpy(room[: meta.nbytes]).view(getattr(torch, meta.dtype)).view(meta.shape).copy_(value)
+            _fill(room[: meta.nbytes], meta, value)
             room[meta.nbytes :] = 0
         return self._chunks(meta, data)
 
-    def _chunks(self, meta: TensorMeta, data: Bytes | None) -> Iterator[_Strip]:
+    def _chunks(self, meta: TensorMeta, data: Bytes | Cast | None) -> Iterator[_Strip]:
         size = padded(meta.nbytes)
         for at in range(0, size, CHUNK):
             yield self._strip(meta, at, None if data is None else data[at : at + CHUNK], min(CHUNK, size - at))
@@ -159,14 +156,14 @@ class _Copy:
         """Copies a small value in this thread: another one would have to be told."""
         low = self.offsets[meta.name]
         end, high = low + meta.nbytes, low + -(-meta.nbytes // ALIGN) * ALIGN
-        if (data := _in_place(meta, value)) is not None:
-            self.view[low:end] = data
+        if (data := _lying(meta, value)) is not None:
+            _write(self.view[low:end], data)
         elif meta.nbytes:
-            torch.from_numpy(self.view[low:end]).view(getattr(torch, meta.dtype)).view(meta.shape).copy_(value)
+            _fill(self.view[low:end], meta, value)
         if end < high:
             self.view[end:high] = 0
 
-    def _strip(self, meta: TensorMeta, at: int, data: Bytes | None, size: int) -> _Strip:
+    def _strip(self, meta: TensorMeta, at: int, data: Bytes | Cast | None, size: int) -> _Strip:
         low = self.offsets[meta.name] + at
         return _Strip(meta, low, low + size, data)
 
@@ -176,7 +173,7 @@ class _Copy:
         for strip in strips:
             if strip.data is not None:
                 end = strip.low + strip.data.size
-                self.view[strip.low : end] = strip.data
+                _write(self.view[strip.low : end], strip.data)
                 self.view[end : strip.high] = 0
         low, high = strips[0].low, strips[-1].high
         here, room = slice(low // BLOCK_BYTES, high // BLOCK_BYTES), self.view[low:high]
@@ -186,18 +183,18 @@ class _Copy:
         """Raises `SourceError` naming the first tensor whose bytes are not those that were copied."""
         at = self.view.ctypes.data
         for strip in strips:
-            if strip.data is not None and _memcmp(at + strip.low, strip.data.ctypes.data, strip.data.size):
+            if strip.data is not None and not _equal(at + strip.low, strip.data):
                 raise SourceError.changed(strip.meta.name)
 
 
 class _Strip(NamedTuple):
-    """Bytes `low` to `high` of the run, which belong to one tensor. data: what to copy there; None
-    where the bytes are there already."""
+    """Bytes `low` to `high` of the run, which belong to one tensor. data: what to copy or cast there;
+    None where the bytes are there already."""
 
     meta: TensorMeta
     low: int
     high: int
-    data: Bytes | None
+    data: Bytes | Cast | None
 
 
 class _Jobs:
@@ -246,17 +243,18 @@ class _Jobs:
             wait(self.backlog)  # also after an error: the next version may get the same memory
 
 
-def _in_place(meta: TensorMeta, value: torch.Tensor) -> Bytes | None:
-    """Returns the value's own bytes if they can be copied as they lie, or None."""
-    if value.dtype == getattr(torch, meta.dtype) and value.is_contiguous() and value.device.type == "cpu":
-        return value.reshape(-1).view(torch.uint8).numpy()
-    return None
+def _lying(meta: TensorMeta, value: torch.Tensor) -> Bytes | Cast | None:
+    """Returns a value's elements if they lie in host memory in order, or None."""
+    if not value.is_contiguous() or value.device.type != "cpu":
+        return None
+    flat, wanted = value.reshape(-1), getattr(torch, meta.dtype)
+    return flat.view(torch.uint8).numpy() if value.dtype == wanted else Cast(flat, wanted)
 
 
-def _pieces(meta: TensorMeta, value: torch.Tensor) -> Iterator[tuple[int, Bytes]]:
-    """Yields a value's bytes as they are sent, each piece with its offset. What has to be cast or
-    moved is done piece by piece."""
-    data = _in_place(meta, value)
+def _pieces(meta: TensorMeta, value: torch.Tensor) -> Iterator[tuple[int, Bytes | Cast]]:
+    """Yields a value's elements, each piece with its offset in bytes. What does not lie in host memory
+    in order is moved there and cast piece by piece."""
+    data = _lying(meta, value)
     if data is not None:
         yield from _chunked(data)
         return
@@ -267,5 +265,25 @@ def _pieces(meta: TensorMeta, value: torch.Tensor) -> Iterator[tuple[int, Bytes]
         at += made.size
 
 
-def _chunked(data: Bytes) -> Iterator[tuple[int, Bytes]]:
+def _chunked(data: Bytes | Cast) -> Iterator[tuple[int, Bytes | Cast]]:
     return ((at, data[at : at + CHUNK]) for at in range(0, data.size, CHUNK))
+
+
+def _fill(room: Bytes, meta: TensorMeta, value: torch.Tensor) -> None:
+    """Copies a value that does not lie in host memory in order."""
+    if value.device.type == "cpu":  # as the second read does: PyTorch's loops differ in the NaN that a cast gives
+        for at, data in _pieces(meta, value):
+            _write(room[at : at + data.size], data)
+    else:
+        torch.from_numpy(room).view(getattr(torch, meta.dtype)).view(meta.shape).copy_(value)
+
+
+def _write(room: Bytes, data: Bytes | Cast) -> None:
+    if isinstance(data, Cast):
+        data.write(room)
+    else:
+        room[:] = data
+
+
+def _equal(address: int, data: Bytes | Cast) -> bool:
+    return data.lies_at(address) if isinstance(data, Cast) else not memcmp(address, data.ctypes.data, data.size)
