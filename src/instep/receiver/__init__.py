@@ -1,7 +1,7 @@
 """Receivers: the half of a push that runs inside an engine's worker, the same code for every engine.
 
     trace.py    runs the engine's own loader over shapes (layout.py), follows what it does (watcher.py) and says where each tensor goes
-    apply.py    copies regions straight into live storage, or runs the engine's reload session; which layer takes which way, proved
+    apply.py    copies regions into live storage, or runs the engine's reload session; which layer takes which way (ways.py), proved
     initial.py  whether a reload session leaves what the engine's initial load makes of the same bytes, compared place by place (alike.py)
     evidence.py what an engine derives from weights: two looks at all that its modules hold (memory.py), a rehearsal between them
     rebuilt.py  layers that the engine packs, made anew from copied regions

@@ -9,9 +9,8 @@ changed its live bytes, read back through its routes, into the version's.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,15 +21,12 @@ from instep.receiver import Host
 from instep.receiver.copies import Copies, live_tensors
 from instep.receiver.evidence import Holdings, Place
 from instep.receiver.initial import Compared, compare
-from instep.receiver.rebuilt import DERIVED, try_rebuilding
+from instep.receiver.rebuilt import try_rebuilding
 from instep.receiver.regions import Tensors, copy_regions, offered
 from instep.receiver.rehearsal import scrambled
 from instep.receiver.structure import Structure
 from instep.receiver.watcher import layer_of
-
-UNDECIDED = "not proved yet"
-OTHERWISE = " is not stored as the checkpoint has it"
-UNTOUCHED = "the reload session left its weights as they were when it was given different ones"
+from instep.receiver.ways import DERIVED, OTHERWISE, UNTOUCHED, Ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +65,19 @@ class Arrival(Protocol):
         """Waits until everything has been moved."""
 
 
-@dataclass
-class Applier:
-    """Writes versions into one worker's layers. `direct` and `rebuild` hold the promoted layers,
-    `reload` the others with the reason.
+class Applier(Ways):
+    """Writes versions into one worker's layers, each in its way.
 
-    unproved: layers on reload that cannot be read back, and why. comparable: layers that can. read:
-    tensors that the last commit read back. derived: places of what follows from weights, by the
+    read: tensors that the last commit read back. derived: places of what follows from weights, by the
     modules that hold it. compared: the first commit's comparison with an initial load.
     """
 
-    host: Host
-    plan: WorkerPlan
-    direct: set[str] = field(default_factory=set)
-    rebuild: set[str] = field(default_factory=set)
-    reload: dict[str, str] = field(default_factory=dict)
-    unproved: dict[str, str] = field(default_factory=dict)
-    comparable: set[str] = field(default_factory=set)
-    derived: dict[str, list[Place]] = field(default_factory=dict)
-    read: set[str] = field(default_factory=set)
-    compared: Compared | None = None
-
-    def __post_init__(self) -> None:
-        self.routes: dict[str, list[Route]] = defaultdict(list)
-        for route in self.plan.routes:
-            self.routes[layer_of(route.param)].append(route)
-        why = self.host.always_reloads or UNDECIDED
-        self.reload = {layer: self.plan.reload_only.get(layer, why) for layer in self.routes.keys() | self.plan.reload_only.keys()}
-        self.unproved = dict(self.plan.reload_only)
+    def __init__(self, host: Host, plan: WorkerPlan) -> None:
+        super().__init__(plan, host.always_reloads)
+        self.host = host
+        self.derived: dict[str, list[Place]] = {}
+        self.read: set[str] = set()
+        self.compared: Compared | None = None
         self._names = {route.tensor for route in self.plan.routes if route.tensor is not None}
         self._read_names: set[str] | None = None
         self.reloaded = False  # whether the last commit ran a session
@@ -108,8 +89,8 @@ class Applier:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
         copies = self.copies(look=arrival.once)
         watched = self._watched()
-        first = watched is not None and UNDECIDED in self.reload.values()  # no layer was judged yet
-        in_turn = arrival.once and first and not self.direct | self.rebuild | {*self.plan.unnoticed}
+        first = watched is not None and self.undecided
+        in_turn = arrival.once and first and not self.promoted | {*self.plan.unnoticed}
         tensors = arrival.move(copies, watched, in_turn=in_turn)
         if not arrival.once and (now := self.copies()) is not copies:  # checked while the GPU copies
             tensors = arrival.move(now, watched, in_turn=False)  # only the old `Copies` holds what was written
@@ -132,8 +113,8 @@ class Applier:
             try_rebuilding(self, tensors)
         if watched and watched.compared:
             self._read_back(arrival, watched, rehearsed)
-        if self.direct | self.rebuild != (self._structure.layers.keys() if self._structure else set()):
-            derived = {layer: {_attribute(way) for _, way in self.derived.get(layer, ())} for layer in self.direct | self.rebuild}
+        if self.promoted != (self._structure.layers.keys() if self._structure else set()):
+            derived = {layer: {_attribute(way) for _, way in self.derived.get(layer, ())} for layer in self.promoted}
             self._structure = Structure(self.host.model, derived)
 
     def _compare(self, arrival: Arrival, tensors: Tensors) -> None:
@@ -239,8 +220,8 @@ class Applier:
         try:
             self.session(scrambled(arrival.listed, self.host.device))
         except Exception as error:
-            why = f"the engine's loader did not take other weights: {type(error).__name__}: {error}"
-            self.reload = {layer: why if reason == UNDECIDED else reason for layer, reason in self.reload.items()}
+            for layer in self.reload:
+                self.keep_on_reload(layer, f"the engine's loader did not take other weights: {type(error).__name__}: {error}")
             return None
         return Rehearsed(self.look(), arrival.held(watched.renewed(self.host.model)))
 
@@ -252,8 +233,7 @@ class Applier:
         """
         self.derived = after.changed(before)
         for name, places in self.derived.items():
-            if self.reload.get(name, UNDECIDED) == UNDECIDED:
-                self.reload[name] = f"{min(way for _, way in places)}{DERIVED}"
+            self.keep_on_reload(name, f"{min(way for _, way in places)}{DERIVED}")
 
     def _read_back(self, arrival: Arrival, watched: Copies, rehearsed: Rehearsed | None) -> None:
         """Compares layers on reload with what was brought, and decides about those that are not
@@ -268,27 +248,20 @@ class Applier:
         before = rehearsed.held if rehearsed else [None] * len(routes)
         same = {layer for layer, was, new in zip(layers, before, brought, strict=True) if was == new}
         for layer in watched.compared & self.reload.keys():
-            if layer not in different:
-                self.comparable.add(layer)
-                self._decide(layer, UNTOUCHED if layer in same else None)
-            elif layer in self.comparable:
-                route = different[layer]
+            route = different.get(layer)
+            if route is not None and layer in self.comparable:
                 text = f"{route.param} does not hold the bytes of {route.tensor} after the engine's reload session"
                 raise DigestMismatch(text, tensor=route.tensor)
+            if route is not None:
+                self.unproved[layer] = f"{route.param}{OTHERWISE}"
+                self.keep_on_reload(layer, self.unproved[layer])
+                continue
+            self.comparable.add(layer)
+            if layer in same:
+                self.keep_on_reload(layer, UNTOUCHED)
             else:
-                self.unproved[layer] = f"{different[layer].param}{OTHERWISE}"
-                self._decide(layer, self.unproved[layer])
+                self.promote(layer)
         self.read = {route.tensor for route in routes if route.tensor and layer_of(route.param) in self.comparable & self.reload.keys()}
-
-    def _decide(self, layer: str, why: str | None) -> None:
-        """Promotes a layer, or notes why not. A layer that stays on reload for another reason keeps
-        that reason."""
-        if self.reload[layer] == UNDECIDED:
-            if why is None:
-                del self.reload[layer]
-                self.direct.add(layer)
-            else:
-                self.reload[layer] = why
 
 
 def _attribute(way: str) -> str:

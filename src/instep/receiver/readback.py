@@ -13,9 +13,10 @@ from instep.plan.region import view
 from instep.protocol import ParamMeta, Route, TensorMeta, WorkerPlan
 from instep.readback import DigestRequest, Held, Part
 from instep.receiver import Host
-from instep.receiver.apply import OTHERWISE, Applier
+from instep.receiver.apply import Applier
 from instep.receiver.copies import live_tensors
 from instep.receiver.trace import trace
+from instep.receiver.ways import OTHERWISE
 
 COMPUTED = "the engine's loader computes with it"
 OTHER_LAYOUT = "the engine keeps {} in a layout of its own"

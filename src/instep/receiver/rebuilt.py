@@ -10,11 +10,10 @@ import torch
 from instep.protocol import Region
 from instep.receiver.lazy import Lazy
 from instep.receiver.regions import Tensors
+from instep.receiver.ways import DERIVED
 
 if TYPE_CHECKING:
     from instep.receiver.apply import Applier
-
-DERIVED = " is derived from weights"
 
 
 def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
