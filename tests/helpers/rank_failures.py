@@ -19,6 +19,7 @@ from instep.engine.memory import MemoryEngine
 from instep.errors import InstepError, SourceError
 from instep.ranks import follow, gather
 from instep.ranks.channel import Channel
+from instep.ranks.run import Run
 from instep.transport.broadcast.read import Buckets
 
 RANK = int(os.environ["RANK"])
@@ -190,9 +191,9 @@ def rank_dies(way: str, bucket: str) -> dict[str, Any]:
                 os._exit(9)
             return real(*arguments)
 
-        name = "write" if way == "shm" else "give"
-        real = getattr(follow, name)
-        setattr(follow, name, dying)
+        owner, name = (Run, "put") if way == "shm" else (follow, "give")
+        real = getattr(owner, name)
+        setattr(owner, name, dying)
     found = attempt(lambda: sync.push("v1"))
     served = engine.version if engine else None
     return {**found, "served": served}
