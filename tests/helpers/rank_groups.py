@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-Seen = list[dict[str, Any]]
-"""What each rank reports of one case; nothing for one that did not live to tell."""
+Seen = list[Any]
+"""What each rank reports of one case, as a dictionary; None for one that did not live to tell."""
 
 
 def played(size: int, case: str, *marks: Any) -> Any:
@@ -69,5 +69,5 @@ class Ranks:
             said = (log if log.exists() else self.folder / "log").read_text()[-3000:]
             assert case in results or dead, f"rank {rank} of {size} did not finish {case}:\n{said}"
             assert "traceback" not in results.get(case, {}), f"rank {rank} of {size}: {results[case]['traceback']}"
-            found.append(results.get(case, {}))
+            found.append(results.get(case))
         return found
