@@ -6,7 +6,7 @@ An `Attempt` goes through them. Where engines turn it down and keep their weight
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -145,7 +145,9 @@ class Push(Account):
             workers = [worker for member in attempt.members for worker in member.workers]
             found, source, device = attempt.found, session.source, session.source.device
             stamp, place = (found.stamp, found.place) if found else (source.stamp(), None)
-            values = Placed(lambda: self._counted(tensors, device), source.again, source.stays, place, required)
+            sizes = session.sizes_of(tensors)
+            read = self.progress(sum(sizes.values()))
+            values = Placed(lambda: self._counted(sizes, device, read), source.again, source.stays, place, required, read)
             published = session.transport.publish(tensors, values, device, workers)
             if not published.location.live:  # live bytes are not copied yet: their digests are compared in the commit
                 check_unchanged(source, stamp)
@@ -287,14 +289,9 @@ class Push(Account):
             first.version, first.engines = self.version, self.session.fleet.states()
         raise first
 
-    def _counted(self, tensors: Sequence[TensorMeta], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the source's tensors, and tells sinks of every hundredth of their bytes."""
-        session, of = self.session, self.session.sizes_of(tensors)
+    def _counted(self, of: Mapping[str, int], device: torch.device, read: Callable[[int], None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the source's tensors, and tells how far it is. of: the bytes of each."""
         at_rest(device)  # every stream of it: merged adapters are computed on the way
-        nbytes, told, everything = 0, 0, sum(of.values())
-        for name, value in session.source.tensors():
+        for name, value in self.session.source.tensors():
             yield name, value
-            nbytes += of.get(name, 0)
-            if nbytes == everything or nbytes - told >= everything / 100:
-                self.tell(Event("bytes", self.version, "publish", nbytes, everything))
-                told = nbytes
+            read(of.get(name, 0))

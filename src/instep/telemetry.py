@@ -51,6 +51,20 @@ class Account:
             except Exception:  # who listens to a push must not end it half way
                 logger.exception("a sink failed at %s of %s", event.kind, self.version)
 
+    def progress(self, total: int) -> Callable[[int], None]:
+        """Returns a function that takes how many bytes more were read, of `total`. It tells sinks of
+        every hundredth."""
+        nbytes = told = 0
+
+        def read(more: int) -> None:
+            nonlocal nbytes, told
+            nbytes += more
+            if nbytes == total or nbytes - told >= total / 100:
+                self.tell(Event("bytes", self.version, "publish", nbytes, total))
+                told = nbytes
+
+        return read
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.tell(Event("phase", self.version, name))

@@ -39,6 +39,17 @@ def test_the_events_of_a_push() -> None:
     assert sum(event.kind == "done" for event in events) == 1
 
 
+def test_bytes_are_told_too_where_no_tensor_is_asked_for() -> None:
+    """A later version is copied from where the last one lay."""
+    events: list[Event] = []
+    with WeightSync(dict(NEXT), [MemoryEngine(START)], sinks=[events.append], transport="shm") as sync:
+        for version in ("v1", "v2", "v3"):
+            events.clear()
+            receipt = sync.push(version)
+            copied = [(event.nbytes, event.total) for event in events if event.kind == "bytes"]
+            assert copied[-1] == (receipt.nbytes, receipt.nbytes)
+
+
 def test_the_end_of_a_push_that_failed() -> None:
     events: list[Event] = []
     source = {"w": NEXT["model.norm.weight"]}

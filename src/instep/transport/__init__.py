@@ -65,6 +65,7 @@ class Placed:
     place: if it equals that of an earlier version, every tensor lies where it lay then. None if
     that is not known.
     digests: those that a version must have which is sent once more. None for a new version.
+    told: takes how many bytes were read in another way than by `read`.
     """
 
     read: Read
@@ -72,6 +73,7 @@ class Placed:
     stays: bool = False
     place: Hashable = None
     digests: Mapping[str, int] | None = None
+    told: Callable[[int], None] = lambda _: None
 
     @classmethod
     def of(cls, values: Placed | Iterable[tuple[str, torch.Tensor]]) -> Placed:

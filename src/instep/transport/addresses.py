@@ -37,6 +37,7 @@ class Strips:
 
     def __init__(self, found: Iterable[Strip]) -> None:
         self.strips = _merged(sorted(found))
+        self.nbytes = sum(size for _, _, size in self.strips)
 
     def give(self, version: int) -> None:
         """Copies all strips into the version at this address."""

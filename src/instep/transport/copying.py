@@ -42,7 +42,7 @@ class Copier:
         copy, known = _Copy(view, tensors, self.pool), self.known
         self.known = None
         if known is not None and known.hold_for(values.place, tensors) and (held := known.held()) is not None:
-            copy.again(known)
+            copy.again(known, values.told)
             del held
         else:
             copy.fill(values)
@@ -90,15 +90,17 @@ class _Copy:
             return None
         return Addresses(values.place, self.tensors, self.offsets, self.given)
 
-    def again(self, known: Addresses) -> None:
-        """Copies tensors from where they lie, and compares them."""
+    def again(self, known: Addresses, told: Callable[[int], None]) -> None:
+        """Copies tensors from where they lie, and compares them. told: see `Placed`."""
         at = self.view.ctypes.data
         large = [(meta, bytes_at(address, size)) for meta, (_, address, size) in known.large]
         with _Jobs(lambda some: self.pool.submit(self._take, some), together=True) as jobs:
             for meta, data in large:
                 jobs.do(self._chunks(meta, data))
+                told(meta.nbytes)
             self.view[self.edge :] = 0
             known.small.give(at)
+            told(known.small.nbytes)
         self.digests = self.places.with_sums(self.sums, self.view)
         with _Jobs(lambda some: self.pool.submit(self._compare, some), together=True) as jobs:
             for meta, data in large:
