@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from instep import bench
-from instep.bench import stages
+from instep.bench import kept, sharded, stages
 from instep.bench.contenders import ON_CPU
 from instep.bench.report import tables
 
@@ -55,3 +55,18 @@ def test_an_engine_that_does_not_start_costs_its_rows_and_not_the_run(monkeypatc
     assert [row.error for row in found.rows] == ["RuntimeError: no room for it"] * len(ON_CPU)
     assert found.notes == ["engine on memory: RuntimeError: no room for it"]
     assert [copy.error for copy in found.copies] == [None, None]
+
+
+def test_pushes_from_ranks_are_measured_and_written_as_the_page_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sharded, "SIZES", (2,))
+    sharded.main(["--shapes", "tiny", "--repeats", "1", "--out", str(tmp_path)])
+    (found,) = kept.read(tmp_path).values()
+    assert isinstance(found, kept.Sharded)
+    first, second = found.ranks["2"]
+    assert first.keys() == second.keys() == sharded.SETTINGS.keys()
+    assert all(rank.given > 0 for ranks in (first, second) for rank in ranks.values())
+    (read,) = {rank.read for rank in first.values()}
+    assert read >= found.setting.nbytes
+    assert next(iter(first)) in capsys.readouterr().out

@@ -86,7 +86,7 @@ def given(sync: WeightSync, rank: int) -> int:
     role: Any = sync._role
     pieces = role.source.runs[False].given[0] if rank == 0 else role.given[0]
     dtypes = {meta.name: meta.dtype for meta in (role.source if rank == 0 else role).module.describe().tensors}
-    return sum(piece.numel * ITEM_BYTES[dtypes[piece.tensor]] for piece in pieces)
+    return sum(piece.rows.numel * ITEM_BYTES[dtypes[piece.tensor]] for piece in pieces)
 
 
 def read(sync: WeightSync) -> int:
