@@ -34,7 +34,6 @@ import logging
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,10 +41,10 @@ import torch
 
 from instep.config import Config
 from instep.engine.member import Member
+from instep.engine.vllm.attach import attach
 from instep.engine.vllm.guard import refuse_while
 from instep.engine.vllm.parts import ANEW, Parts
 from instep.engine.vllm.peers import Peers, receiver_of, speaks
-from instep.engine.vllm.worker import WorkerExtension
 from instep.errors import ConfigError, EngineState, InstepError, SyncError, VersionConflict
 from instep.extras import needed_by
 from instep.plan.routes import check_metadata, signature
@@ -96,7 +95,7 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.worker = _worker_that_calls()
-        _answer_to_instep(self.worker)
+        attach(self.worker)
         refuse_while(self.worker, self._dirty)
         self.speaks = speaks(self.worker)
         self.staged: Manifest | None = None
@@ -230,11 +229,3 @@ def _worker_that_calls() -> Any:
         "this vLLM builds its weight transfer engine in a way that instep does not know",
         next_step='start it with worker_extension_cls="instep.vllm.WorkerExtension" instead of the backend',
     )
-
-
-def _answer_to_instep(worker: Any) -> None:
-    """Adds instep's calls to this worker, so that `collective_rpc` finds them without the
-    extension."""
-    for call in (WorkerExtension.instep_call, WorkerExtension.instep_status):
-        if not hasattr(worker, call.__name__):
-            setattr(worker, call.__name__, MethodType(call, worker))

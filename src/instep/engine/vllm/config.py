@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from instep.engine.vllm.attach import asked
+
 NAME = "instep"
 """The backend of vLLM's weight transfer."""
 EXTENSION = "instep.vllm.WorkerExtension"
@@ -11,7 +13,7 @@ EXTENSION = "instep.vllm.WorkerExtension"
 
 def reaches_workers(config: Any) -> bool:
     """Whether the workers of a vLLM with this configuration answer instep's calls."""
-    return bool(config.parallel_config.worker_extension_cls) or chosen(config)
+    return bool(config.parallel_config.worker_extension_cls) or chosen(config) or asked()
 
 
 def chosen(vllm_config: Any) -> bool:

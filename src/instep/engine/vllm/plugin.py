@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from instep.engine.vllm import failed_calls
+from instep.engine.vllm import attach, failed_calls
 from instep.engine.vllm.config import NAME
 
 
@@ -23,6 +23,8 @@ def register() -> None:
     """Registers instep with vLLM. May be repeated. Never raises, as vLLM would not start. Does
     nothing if weight transfer has other phases (vLLM before 0.25)."""
     try:
+        if attach.asked():
+            attach.attach_to_workers()
         _add_commit()
         _name_dtypes()
         failed_calls.watch(_core())

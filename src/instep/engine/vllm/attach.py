@@ -1,0 +1,46 @@
+"""Gives vLLM's workers instep's calls where `INSTEP_ATTACH=1` asks for it, without `worker_extension_cls`.
+
+A framework that starts vLLM by itself may have no setting for an extension, or one of its own in that
+place. Each worker object gets the calls when it is made. No class of vLLM is changed but for its
+`__init__`, so vLLM's check for names that an extension has too finds nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+VARIABLE = "INSTEP_ATTACH"
+CALLS = ("instep_call", "instep_status")
+
+
+def asked() -> bool:
+    """Whether workers that this process starts get instep's calls."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def attach_to_workers() -> None:
+    """Has every worker that this process makes answer instep's calls. May be repeated."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    make: Any = WorkerBase.__init__
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        attach(self)
+
+    WorkerBase.__init__ = __init__
+
+
+def attach(worker: Any) -> None:
+    """Gives one worker the calls that it lacks."""
+    from instep.engine.vllm.worker import WorkerExtension
+
+    for name in CALLS:
+        if not hasattr(worker, name):
+            vars(worker)[name] = MethodType(getattr(WorkerExtension, name), worker)

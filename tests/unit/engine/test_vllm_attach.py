@@ -1,0 +1,63 @@
+"""Workers of a vLLM that a framework starts get instep's calls, where a variable asks for it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from instep.engine.vllm import attach, plugin
+from instep.engine.vllm.config import reaches_workers
+from instep.engine.vllm.worker import WorkerExtension
+
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """vLLM's `WorkerBase`, in a module of its name."""
+
+    class WorkerBase:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+    module: Any = ModuleType("vllm.v1.worker.worker_base")
+    module.WorkerBase = WorkerBase
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return WorkerBase
+
+
+def test_every_worker_answers_where_the_variable_asks_for_it(base: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(attach.VARIABLE, "1")
+    plugin.register()
+    plugin.register()  # vLLM loads plug-ins more than once in a process
+    worker = type("CPUWorker", (base,), {})(3)
+    assert worker.rank == 3
+    assert [getattr(worker, name).__self__ for name in attach.CALLS] == [worker] * 2
+    assert not any(hasattr(type(worker), name) for name in attach.CALLS), "vLLM refuses an extension whose names its class has"
+    assert reaches_workers(CONFIG)
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_nothing_is_attached_otherwise(base: type[Any], monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv(attach.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(attach.VARIABLE, value)
+    plugin.register()
+    assert not any(hasattr(base(0), name) for name in attach.CALLS)
+    assert not reaches_workers(CONFIG)
+
+
+def test_an_extension_of_ours_keeps_its_own_calls(base: type[Any]) -> None:
+    class Ours(WorkerExtension):
+        def instep_status(self) -> dict[str, Any]:
+            return {"rank": 7}
+
+    worker = type("CPUWorker", (base, Ours), {})(0)
+    attach.attach(worker)
+    assert worker.instep_status() == {"rank": 7}
+    assert "instep_call" not in vars(worker)
