@@ -99,6 +99,48 @@ def test_a_streamed_round_that_differs_is_refused_and_the_next_one_held(way: Tra
     assert engine.fingerprint() == MemoryEngine(checkpoint(4)).fingerprint()
 
 
+def test_a_tied_head_that_comes_as_a_copy_is_tied(way: TransportName) -> None:
+    """The engine ties its head; the pairs bring it twice and do not say so."""
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    engine = MemoryEngine(checkpoint(0, tied=True))
+
+    def pairs(step: int) -> Checkpoint:
+        weights = checkpoint(step, tied=True)
+        return {**weights, head: weights[embed].clone()}
+
+    def served(step: int) -> bool:
+        return engine.fingerprint() == MemoryEngine(checkpoint(step, tied=True)).fingerprint()
+
+    with WeightSync(PairSource(), [engine], transport=way) as sync:
+        for step in (1, 2):
+            sync.push(f"v{step}", pairs=Gathered(pairs(step)))
+            assert served(step)
+        apart = {**pairs(3), head: torch.ones(20, 8, dtype=torch.bfloat16)}
+        with pytest.raises(SourceError, match=r"lm_head\.weight is not model\.embed_tokens\.weight any more"):
+            sync.push("v3", pairs=Gathered(apart))
+        assert served(2)
+        with pytest.raises(PlanError):
+            sync.push("v4", pairs=Gathered(apart))
+        assert served(2)
+
+
+def test_norms_that_begin_alike_may_part(way: TransportName) -> None:
+    engine = MemoryEngine(checkpoint(0))
+    alike = {name: torch.ones_like(value) if "norm" in name else value for name, value in checkpoint(1).items()}
+    with WeightSync(PairSource(), [engine], transport=way) as sync:
+        sync.push("v1", pairs=Gathered(alike))
+        sync.push("v2", pairs=Gathered(checkpoint(2)))
+    assert engine.fingerprint() == MemoryEngine(checkpoint(2)).fingerprint()
+
+
+def test_zeros_of_either_sign_are_not_one_tensor(segments: Path) -> None:
+    weights = {"one.weight": torch.zeros(2, 3), "other.weight": -torch.zeros(2, 3)}
+    engine = MemoryEngine({name: torch.ones(2, 3) for name in weights})
+    with WeightSync(PairSource(), [engine]) as sync:
+        sync.push("v1", pairs=iter(weights.items()))
+    assert engine.fingerprint() == MemoryEngine(weights).fingerprint()
+
+
 def test_an_iterator_that_fails_half_way_leaves_the_old_version(way: TransportName) -> None:
     def broken() -> Iterator[Pair]:
         yield next(iter(checkpoint(2).items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from instep.errors import SourceError
 from instep.protocol import TensorMeta, dtype_name
 from instep.source.module import MappingSource
-from instep.source.tensors import check
+from instep.source.tensors import check, checksums
 from instep.source.within import Within
 
 Pair = tuple[str, torch.Tensor]
@@ -34,6 +34,7 @@ class PairSource:
     Tensors on a GPU are copied into buffers there in every round, because workers read them after
     the iterator has gone on.
 
+    Matrices that have the same bytes when they are held count as tied, as a head and its embedding.
     The rounds have the same names, dtypes and shapes in one order. A push raises `SourceError` where
     a streamed round differs from the one before. The next round is held, and may be another list.
     """
@@ -79,6 +80,7 @@ class PairSource:
         on = {tensor.device for tensor in given.values()}
         self.device = next(iter(given.values())).device
         self._buffers = {name: tensor for name, tensor in given.items() if tensor.is_cuda and not self._stable}
+        _tie(given)
         self._held = MappingSource(given)
         if not self._stable and on == {torch.device("cpu")}:
             self._known = dict(zip(given, self._held.metadata(), strict=True))
@@ -104,14 +106,20 @@ class PairSource:
         pairs, self._streamed = self._streamed, None
         if pairs is None:
             raise SourceError("the pairs of this push were read already, and a second read is needed", next_step=AFRESH)
-        given = _checked(pairs)
+        given, sums = _checked(pairs), dict[str, int]()
+        tied = {meta.alias_of for meta in self._known.values()}
         for known, meta in self._known.items():
             name, tensor = next(given, ("nothing", None))
             if name != known or tensor is None:
                 raise self._differs(known, f"{name} came where {known} was")
             if (now := _kind(tensor)) != (was := f"{meta.dtype} {list(meta.shape)}"):
                 raise self._differs(known, f"{known} is {now} now, and was {was}")
-            yield meta.name, tensor
+            if meta.name in tied:
+                (sums[meta.name],) = checksums([tensor])
+            if meta.alias_of is None:
+                yield meta.name, tensor
+            elif checksums([tensor]) != [sums[meta.alias_of]]:
+                raise self._differs(known, f"{known} is not {meta.alias_of} any more, whose bytes it had")
         for name, _ in given:
             raise self._differs(name, f"{name} came after the last one")
 
@@ -143,6 +151,22 @@ class PairSource:
 
     def within(self) -> Iterator[list[Within]]:
         yield from self._held.within() if self._held else ()
+
+
+def _tie(given: dict[str, torch.Tensor]) -> None:
+    """Makes matrices of the same bytes one tensor. A tied head comes as a copy of its embedding,
+    and the pairs do not say that the two are tied. Vectors are left alone: norms start as ones."""
+    matrices = {name: tensor for name, tensor in given.items() if tensor.ndim > 1}
+    firsts = zip(matrices, checksums([tensor[0].contiguous() for tensor in matrices.values()]), strict=True)
+    seen: dict[Hashable, list[str]] = defaultdict(list)
+    for name, first in firsts:  # few have the same first row
+        tensor = given[name]
+        alike = seen[tensor.shape, tensor.dtype, tensor.device, first]
+        twin = next((other for other in alike if len({*checksums([given[other], tensor])}) == 1), None)
+        if twin is None:
+            alike.append(name)
+        else:
+            given[name] = given[twin]
 
 
 def _kind(tensor: torch.Tensor) -> str:
