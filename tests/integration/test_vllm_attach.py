@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ARGUMENTS, SETTINGS, greedy, stop_vllm, versions
+from engines import ARGUMENTS, SETTINGS, greedy, versions
 from models import PROMPTS, tiny
 
 from instep import WeightSync
+from instep.bench.subjects import stop_vllm
 from instep.engine.vllm.attach import VARIABLE
 from instep.errors import ConfigError
 
