@@ -12,7 +12,7 @@ from models import PROMPTS, tiny
 
 from instep import WeightSync
 from instep.bench.subjects import stop_vllm
-from instep.engine.vllm.attach import VARIABLE
+from instep.engine.vllm.config import ATTACH
 from instep.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def theirs(checkpoints: Callable[[str, int], Path]) -> Iterator[Any]:
     from vllm import LLM
 
     with pytest.MonkeyPatch.context() as patch:  # its processes are not forked: those have the environment of the first engine
-        for name, value in {**SETTINGS, VARIABLE: "1"}.items():
+        for name, value in {**SETTINGS, ATTACH: "1"}.items():
             patch.setenv(name, value)
         llm = LLM(str(checkpoints("qwen3", 1)), worker_extension_cls="framework_worker.Framework", **ARGUMENTS)
         try:
@@ -42,6 +42,6 @@ def test_a_push_reaches_workers_that_have_the_extension_of_another(theirs: Any, 
 
 def test_without_the_variable_an_engine_without_an_extension_is_refused(theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theirs.llm_engine.vllm_config.parallel_config, "worker_extension_cls", "")
-    monkeypatch.delenv(VARIABLE)
-    with pytest.raises(ConfigError, match=f"{VARIABLE}=1"):
+    monkeypatch.delenv(ATTACH)
+    with pytest.raises(ConfigError, match=f"{ATTACH}=1"):
         WeightSync(tiny("qwen3", 2), [theirs])

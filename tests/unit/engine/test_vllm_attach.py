@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from instep.engine.vllm import attach, plugin
-from instep.engine.vllm.config import reaches_workers
+from instep.engine.vllm.config import ATTACH, reaches_workers
 from instep.engine.vllm.worker import WorkerExtension
 
 CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
@@ -32,7 +32,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
 
 
 def test_every_worker_answers_where_the_variable_asks_for_it(base: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(attach.VARIABLE, "1")
+    monkeypatch.setenv(ATTACH, "1")
     plugin.register()
     plugin.register()  # vLLM loads plug-ins more than once in a process
     worker = type("CPUWorker", (base,), {})(3)
@@ -44,9 +44,9 @@ def test_every_worker_answers_where_the_variable_asks_for_it(base: type[Any], mo
 
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_nothing_is_attached_otherwise(base: type[Any], monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    monkeypatch.delenv(attach.VARIABLE, raising=False)
+    monkeypatch.delenv(ATTACH, raising=False)
     if value is not None:
-        monkeypatch.setenv(attach.VARIABLE, value)
+        monkeypatch.setenv(ATTACH, value)
     plugin.register()
     assert not any(hasattr(base(0), name) for name in attach.CALLS)
     assert not reaches_workers(CONFIG)

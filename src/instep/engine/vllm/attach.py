@@ -7,18 +7,14 @@ place. Each worker object gets the calls when it is made. No class of vLLM is ch
 
 from __future__ import annotations
 
-import os
+import pkgutil
 from functools import wraps
 from types import MethodType
 from typing import Any
 
-VARIABLE = "INSTEP_ATTACH"
+from instep.engine.vllm.config import EXTENSION
+
 CALLS = ("instep_call", "instep_status")
-
-
-def asked() -> bool:
-    """Whether workers that this process starts get instep's calls."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def attach_to_workers() -> None:
@@ -39,8 +35,7 @@ def attach_to_workers() -> None:
 
 def attach(worker: Any) -> None:
     """Gives one worker the calls that it lacks."""
-    from instep.engine.vllm.worker import WorkerExtension
-
+    extension = pkgutil.resolve_name(EXTENSION)  # by name, as vLLM does: it stands above this file
     for name in CALLS:
         if not hasattr(worker, name):
-            vars(worker)[name] = MethodType(getattr(WorkerExtension, name), worker)
+            vars(worker)[name] = MethodType(getattr(extension, name), worker)

@@ -16,8 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
-from instep.engine.vllm.attach import VARIABLE
-from instep.engine.vllm.config import EXTENSION, reaches_workers
+from instep.engine.vllm.config import ATTACH, EXTENSION, reaches_workers
 from instep.engine.vllm.experts import TOGETHER, apart
 from instep.engine.vllm.plugin import commits
 from instep.engine.vllm.replicas import call_workers
@@ -40,7 +39,7 @@ def adapt(obj: Any) -> Engine | None:
     if not reaches_workers(config):
         raise ConfigError(
             "this vLLM was started without instep's worker extension",
-            next_step=f'start it with worker_extension_cls="{EXTENSION}"; where a framework starts it, set {VARIABLE}=1 before',
+            next_step=f'start it with worker_extension_cls="{EXTENSION}"; where a framework starts it, set {ATTACH}=1 before',
         )
     asynchronous = asyncio.iscoroutinefunction(obj.collective_rpc)
     if why := apart(config, obj.engine_core if asynchronous else obj.llm_engine.engine_core):

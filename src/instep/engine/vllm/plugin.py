@@ -16,14 +16,14 @@ from functools import wraps
 from typing import Any
 
 from instep.engine.vllm import attach, failed_calls
-from instep.engine.vllm.config import NAME
+from instep.engine.vllm.config import NAME, attaches
 
 
 def register() -> None:
     """Registers instep with vLLM. May be repeated. Never raises, as vLLM would not start. Does
     nothing if weight transfer has other phases (vLLM before 0.25)."""
     try:
-        if attach.asked():
+        if attaches():
             attach.attach_to_workers()
         _add_commit()
         _name_dtypes()
