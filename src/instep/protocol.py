@@ -57,8 +57,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One copy: `source` of checkpoint tensor `tensor` goes to `target` of the worker's parameter `param`. A route without a tensor is a
-    constant that the engine's loader fills in (padding)."""
+    """One copy: `source` of checkpoint tensor `tensor` goes to `target` of parameter `param`. Without a tensor: a constant (padding)."""
 
     tensor: str | None
     source: Region | None
@@ -128,15 +127,18 @@ class Location(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One version: its tensors, their digests (unsigned 64 bits, see `digest.py`) and where the bytes lie."""
+    """One version: its tensors, their digests (unsigned 64 bits, see `digest.py`) and where the bytes lie.
+
+    listed: the list's signature. On the wire `tensors` is empty where the worker has that list, and `sums` is the vector of digests."""
 
     version: str
     base: str | None
     tensors: list[TensorMeta]
     digests: dict[str, int]
     location: Location
-    merged: bool = False
-    """Whether an adapter is merged into the tensors: an engine must not apply it a second time."""
+    merged: bool = False  # whether an adapter is merged into the tensors: an engine must not apply it a second time
+    listed: str = ""
+    sums: bytes = b""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -146,8 +148,7 @@ class Request(msgspec.Struct, frozen=True):
     seq: int
     session: str
     body: msgspec.Raw = msgspec.Raw(b"\xc0")
-    adapter: int = 0
-    """The LoRA adapter that the call is about, by the number that requests give; 0 for the model."""
+    adapter: int = 0  # the LoRA adapter that the call is about, by the number that requests give; 0 for the model
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -226,12 +227,12 @@ class PrepareRequest(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """Answer to prepare and ready. digests: of the tensors whose bytes have arrived, for the trainer to compare with its own. parts: the
-    same where workers see the same bytes, and each has looked at its share. They are to be added up (`plan.sums.check_parts`)."""
+    """Answer to prepare and ready. digests: the vector (`plan.sums.vector`) of what has arrived, for the trainer to compare with its own.
+    parts: the same where each worker has looked at its share, to be added up (`plan.sums.check_parts`)."""
 
     done: bool
-    digests: dict[str, int] = {}
-    parts: dict[str, int] = {}
+    digests: bytes = b""
+    parts: bytes = b""
 
 
 class Again(msgspec.Struct, frozen=True):

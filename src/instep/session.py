@@ -13,6 +13,7 @@ from instep.config import Config
 from instep.engine.fleet import Fleet
 from instep.errors import InstepError, VersionConflict
 from instep.history import History
+from instep.plan.routes import signature
 from instep.protocol import Manifest, TensorMeta
 from instep.source.guarded import Guarded
 from instep.telemetry import Sink
@@ -79,6 +80,8 @@ class Session:
     """The source's tensors as they were checked last. Their signature and sizes hold for an equal list."""
     signature: str = ""
     sizes: dict[str, int] = field(default_factory=dict)
+    cast: tuple[list[TensorMeta], str] = field(default_factory=lambda: ([], ""))
+    """The last list that was another than the source's, such as one in other dtypes, and its signature."""
     current: Sent | None = None
     """The version that at least one engine serves, still published."""
 
@@ -108,6 +111,14 @@ class Session:
         if version not in self.history:
             self.pushes += 1
             self.history[version] = self.pushes
+
+    def signature_of(self, tensors: list[TensorMeta]) -> str:
+        """Returns the signature of a list, which takes milliseconds for many tensors."""
+        if tensors is self.described:
+            return self.signature
+        if tensors != self.cast[0]:
+            self.cast = tensors, signature(tensors)
+        return self.cast[1]
 
     def sizes_of(self, tensors: Sequence[TensorMeta]) -> dict[str, int]:
         """Returns the bytes of each tensor that is sent."""

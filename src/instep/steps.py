@@ -19,6 +19,7 @@ from instep.engine.member import Member
 from instep.errors import CanaryError, InstepError, SourceError, SyncError, TransportError, VersionConflict
 from instep.plan.dtypes import common
 from instep.plan.routes import check_metadata, signature
+from instep.plan.sums import vector
 from instep.protocol import CommitRequest, Manifest, TensorMeta
 from instep.receipt import EngineReceipt, Receipt
 from instep.session import Sent, Session
@@ -122,8 +123,7 @@ class Push(Account):
         """
         members = attempt.members
         with self.phase("plan"):
-            session = self.session
-            wanted = session.signature if tensors is session.described else signature(tensors)
+            session, wanted = self.session, self.session.signature_of(tensors)
             cast, whole = session.config.cast, session.source.whole
             new = [member for member in members if not member.planned(wanted)]
             await session.fleet.each(new, lambda m: trace(m, tensors, wanted, session.source.within(), cast=cast, whole=whole))
@@ -138,8 +138,7 @@ class Push(Account):
 
         Raises `SourceError` where the trainer changed a tensor meanwhile, or has no forward for the canary: nothing has been sent.
         """
-        session = self.session
-        expected = self._expected()
+        session, expected = self.session, self._expected()
         with self.phase("publish"):
             session.free_left_versions(stays=required is not None)
             workers = [worker for member in attempt.members for worker in member.workers]
@@ -151,7 +150,8 @@ class Push(Account):
             published = session.transport.publish(tensors, values, device, workers)
             if not published.location.live:  # live bytes are not copied yet: their digests are compared in the commit
                 check_unchanged(source, stamp)
-        manifest = Manifest(self.version, base, tensors, published.digests, published.location, source.merged)
+        listed, sums = session.signature_of(tensors), vector(published.digests, tensors)
+        manifest = Manifest(self.version, base, tensors, published.digests, published.location, source.merged, listed, sums)
         return Sent(manifest, published, stamp, expected, session.transport.finish, required)
 
     def _expected(self) -> list[float] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from instep.engine import Engine
 from instep.errors import EngineLost, EngineState, InstepError, Serving, by_name
@@ -38,6 +39,8 @@ class Known:
     condemned: str | None = None
     """Why it refuses to generate."""
     plan: Plan | None = None
+    listed: str = ""
+    """The signature of the last list of tensors that its workers were given with a version, since they were asked who they are."""
     holding: set[str] = field(default_factory=set)
     """Publications that its workers may still read."""
     address: str | None = None  # of the publication that it was asked to prepare last
@@ -107,6 +110,12 @@ class Known:
         """Whether the engine is still trusted, and finds these bytes where it found the last
         ones."""
         return self.trusted and self.address == manifest.location.address
+
+    def _short(self, manifest: Manifest) -> Manifest:
+        """Returns a manifest as it travels: without the list that the workers have already."""
+        has = manifest.listed and manifest.listed in (self.listed, self.plan.signature if self.plan else "")
+        digests = {} if manifest.sums else manifest.digests
+        return structs.replace(manifest, tensors=[] if has else manifest.tensors, digests=digests)
 
     def _request(self, body: Any) -> bytes:
         self.seq += 1

@@ -109,7 +109,7 @@ class Member(Known):
             )
         if self.plan and any(identity.plan_signature != self.plan.signature for identity in found):
             self.plan = None
-        self.holding = {address for identity in found for address in identity.holding}
+        self.holding, self.listed = {address for identity in found for address in identity.holding}, ""
         self.workers = found
         return found
 
@@ -138,6 +138,7 @@ class Member(Known):
         """Has the workers prepare a version. digests: the trainer's, where the manifest does not
         have them yet."""
         arrivals = await self.call("prepare", Arrival, self._to_prepare(manifest))
+        self.listed = manifest.listed
         if not all(arrival.done for arrival in arrivals):
             arrivals = await self.bounded("prepare", self._arrived())
         check_arrivals(self.name, manifest.tensors, digests, arrivals)
@@ -149,7 +150,7 @@ class Member(Known):
         signature = self.plan.signature if self.plan else ""
         wholes = sorted(self.plan.wholes) if self.plan else []
         left_at = self.version if self.trusted else None
-        return PrepareRequest(manifest, signature, 4 * self.timeout, self.timeout, workers, left_at, wholes)
+        return PrepareRequest(self._short(manifest), signature, 4 * self.timeout, self.timeout, workers, left_at, wholes)
 
     async def _arrived(self) -> list[Arrival]:
         """Polls until the bytes have arrived. Workers fetch and digest in threads of their own,

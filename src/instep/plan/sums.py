@@ -6,10 +6,28 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from instep.digest import MASK, seed_of
-from instep.errors import DigestMismatch
+from instep.errors import DigestMismatch, PlanError
 from instep.plan.routes import Plan
 from instep.protocol import Arrival, Region, TensorMeta, WorkerReceipt
+
+
+def vector(numbers: Mapping[str, int], tensors: Sequence[TensorMeta]) -> bytes:
+    """Returns a number of 64 bits for each tensor that is no alias, in the order of the list: 8
+    bytes where a name takes 60. 0 for one without a number. No bytes if there are no numbers."""
+    own = [numbers.get(meta.name, 0) for meta in tensors if not meta.alias_of] if numbers else []
+    return np.array(own, "<u8").tobytes()
+
+
+def named(data: bytes, tensors: Sequence[TensorMeta]) -> dict[str, int]:
+    """Returns the numbers of a `vector`, by name. Raises `PlanError` where they are those of
+    another list."""
+    own = [meta.name for meta in tensors if not meta.alias_of] if data else []
+    if len(data) != 8 * len(own):
+        raise PlanError(f"{len(data)} bytes are not one number for each of {len(own)} tensors")
+    return dict(zip(own, np.frombuffer(data, "<u8").tolist(), strict=True))
 
 
 class Told(NamedTuple):
@@ -109,8 +127,8 @@ def check_arrivals(
     Raises `DigestMismatch` naming the first tensor that differs.
     """
     for rank, arrival in enumerate(arrivals):
-        for name, got in arrival.digests.items():
+        for name, got in named(arrival.digests, tensors).items():
             if got != (sent := digests()[name]):
                 raise DigestMismatch.of(name, got, sent, f"{engine} rank {rank}")
     if any(arrival.parts for arrival in arrivals):
-        check_parts(engine, tensors, digests(), [arrival.parts for arrival in arrivals])
+        check_parts(engine, tensors, digests(), [named(arrival.parts, tensors) for arrival in arrivals])

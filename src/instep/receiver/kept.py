@@ -28,6 +28,11 @@ class Kept:
             del self._appliers[next(iter(self._appliers))]
         return known
 
+    def known(self, signature: str) -> Applier | None:
+        """Returns the applier that has proved something for these tensors, if it still holds."""
+        known = self._appliers.get(signature)
+        return known if known is not None and known.stays() else None
+
     def anew(self, applier: Applier) -> Applier:
         """Forgets what was proved, as after a commit that failed: the engine's own session repairs
         what copies would not."""

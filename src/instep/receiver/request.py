@@ -10,7 +10,9 @@ import msgspec
 from msgspec import structs
 
 from instep.digest import MASK, seed_of
-from instep.errors import PlanError
+from instep.errors import PlanError, VersionConflict
+from instep.plan.routes import signature
+from instep.plan.sums import named
 from instep.protocol import Location, Manifest, PrepareRequest, TensorMeta, decode
 
 
@@ -25,12 +27,38 @@ class _Prepare(PrepareRequest, frozen=True, kw_only=True):
     manifest: _Manifest
 
 
-def decode_prepare(body: msgspec.Raw) -> PrepareRequest:
-    """Decodes a request. Equal bytes give the same objects, so callers must not change them. Raises
-    `msgspec.DecodeError` as `decode` does."""
-    wire = decode(body, _Prepare)
-    tensors, location = _tensors(bytes(wire.manifest.tensors)), _location(bytes(wire.manifest.location))
-    return structs.replace(wire, manifest=structs.replace(wire.manifest, tensors=tensors, location=location))
+class Lists:
+    """Lists of tensors that a manifest may name by their signature: that of the worker's plan, and
+    the last other one that came with a version."""
+
+    def __init__(self, planned: str = "", tensors: list[TensorMeta] | None = None) -> None:
+        self.planned = {planned: tensors} if tensors else {}
+        self.other: dict[str, list[TensorMeta]] = {}
+
+    def decode(self, body: msgspec.Raw) -> PrepareRequest:
+        """Decodes a request. Equal bytes give the same objects, so callers must not change them.
+
+        Raises `VersionConflict` for the signature of a list that is not here, `PlanError` for a list that is not the one that was signed,
+        and `msgspec.DecodeError` as `decode` does.
+        """
+        wire = decode(body, _Prepare)
+        manifest, tensors = wire.manifest, _tensors(bytes(wire.manifest.tensors))
+        if manifest.listed:
+            tensors = self._listed(manifest.listed, tensors)
+        digests = named(manifest.sums, tensors) if manifest.sums else manifest.digests
+        location = _location(bytes(manifest.location))
+        return structs.replace(wire, manifest=structs.replace(manifest, tensors=tensors, digests=digests, location=location))
+
+    def _listed(self, name: str, tensors: list[TensorMeta]) -> list[TensorMeta]:
+        known = (self.planned | self.other).get(name)
+        if known is not None:
+            return known
+        if not tensors:
+            raise VersionConflict("this worker has not got the list of tensors that the trainer takes it to have")
+        if name != signature(tensors):
+            raise PlanError("the list of tensors is not the one that was signed")
+        self.other = {name: tensors}
+        return tensors
 
 
 @lru_cache(maxsize=4)
@@ -47,7 +75,7 @@ class Expected:
     """The tensors of a plan."""
 
     def __init__(self, tensors: Sequence[TensorMeta]) -> None:
-        self.shapes = _shapes(tensors)
+        self.tensors, self.shapes = list(tensors), _shapes(tensors)
         self.checked: Sequence[TensorMeta] | None = None  # the last list that was as expected
         self.seeds: dict[str, int] = {}  # of each tensor's digest
 

@@ -28,6 +28,7 @@ from instep.digest import total
 from instep.errors import ApplyError, ConfigError, InstepError, PlanError, VersionConflict
 from instep.faults import fault_of
 from instep.plan.routes import signature
+from instep.plan.sums import vector
 from instep.protocol import (
     Again,
     Arrival,
@@ -52,7 +53,7 @@ from instep.receiver.arrival import Prepared, arrive, check_arrival
 from instep.receiver.kept import Kept
 from instep.receiver.lease import Lease
 from instep.receiver.readback import held
-from instep.receiver.request import Expected, decode_prepare
+from instep.receiver.request import Expected, Lists
 from instep.receiver.served import Serves, Taken
 from instep.receiver.trace import trace
 from instep.transport import Reader, Visible, WorkerContext, host, uuid_of
@@ -77,7 +78,7 @@ class Receiver(Serves):
         self.kept = Kept()
         self.applier: Applier | None = None
         self.signature: str | None = None
-        self.expected = Expected([])
+        self.expected, self.lists = Expected([]), Lists()
         self.prepared: Prepared | None = None
         self.lease = Lease()
         self.last: PrepareRequest | None = None
@@ -142,12 +143,16 @@ class Receiver(Serves):
         self.lease.check(time.monotonic(), request.session)
         if wanted.signature != signature(wanted.tensors):
             raise PlanError("the list of tensors is not the one that was signed")
+        same = wanted.signature == self.signature and self.state == "serving"
         if isinstance(self.host, AdapterHost):
             self.host.expect(wanted.tensors, wanted.config)
+        elif same and (known := self.kept.known(wanted.signature)) is not None:  # traced for another trainer
+            self._give_up()
+            return known.plan
         plan = trace(self.host, wanted.tensors)
         self._give_up()
         self.applier, self.signature = self.kept.applier(self.host, wanted.signature, plan), wanted.signature
-        self.expected = Expected(wanted.tensors)
+        self.expected, self.lists = Expected(wanted.tensors), Lists(wanted.signature, wanted.tensors)
         return plan
 
     def reserve(self, request: Request) -> None:
@@ -157,7 +162,7 @@ class Receiver(Serves):
 
     def prepare(self, request: Request) -> Arrival:
         """Opens the version and begins to fetch and prove its bytes, beside the engine's steps. What the engine serves does not change."""
-        reader = self._prepare(request.session, decode_prepare(request.body))
+        reader = self._prepare(request.session, self.lists.decode(request.body))
         if isinstance(reader, Visible):
             return Arrival(done=False)
         assert self.prepared is not None
@@ -215,10 +220,10 @@ class Receiver(Serves):
         if (error := prepared.arrival.exception()) is not None:
             self._give_up()
             raise error
-        found = prepared.arrival.result()[1]
+        found, tensors = prepared.arrival.result()[1], prepared.manifest.tensors
         if prepared.reader.split:
-            return Arrival(done=True, parts=found)
-        return Arrival(done=True, digests={} if prepared.manifest.digests else found)
+            return Arrival(done=True, parts=vector(found, tensors))
+        return Arrival(done=True, digests=b"" if prepared.manifest.digests else vector(found, tensors))
 
     def commit(self, request: Request) -> WorkerReceipt:
         """Between two engine steps: copies, rebuilds derived state, proves, and takes the version.

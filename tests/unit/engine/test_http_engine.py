@@ -201,38 +201,44 @@ def test_a_server_without_such_routes(status: int, method: Any, error: type[Exce
 
 
 class Measured(httpx.AsyncBaseTransport):
-    """What each route's requests measure. Those to `refused` are too long for a proxy on the way."""
+    """What each route's requests and answers measure. Those to `refused` are too long for a proxy on the way."""
 
     refused = ""
 
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
-        self.inner, self.sizes = inner, dict[str, int]()
+        self.inner, self.sizes, self.answers = inner, dict[str, int](), dict[str, int]()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         route = request.url.path.rpartition("/")[2]
         self.sizes[route] = max(len(request.content), self.sizes.get(route, 0))
         if route == self.refused:
             return httpx.Response(413, text="<html>Request Entity Too Large", request=request)
-        return await self.inner.handle_async_request(request)
+        answer = await self.inner.handle_async_request(request)
+        self.answers[route] = max(len(await answer.aread()), self.answers.get(route, 0))
+        return answer
 
 
-LISTS = ("trace", "prepare")
-"""Routes whose requests list tensors."""
-
-
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
     "count", [2_000, pytest.param(20_000, marks=pytest.mark.program), pytest.param(100_000, marks=pytest.mark.program)]
 )
-def test_a_push_of_very_many_tensors_over_http(count: int) -> None:
-    """Two requests have the list of tensors. All others take less than a kilobyte, whatever their number is."""
-    source = {f"w{index}": torch.full((16,), float(index)) for index in range(count)}
-    at = Served(MemoryEngine({name: torch.zeros(16) for name in source}), TOKEN)
+def test_a_push_of_very_many_tensors_over_http(count: int, tp: int) -> None:
+    """One request has the list of tensors: a later one names it. Digests take eight bytes a tensor, and all else less than two
+    kilobytes, whatever their number is."""
+    source = {f"model.layers.0.mlp.experts.{index}.down_proj.weight": torch.full((2, 8), float(index)) for index in range(count)}
+    at = Served(MemoryEngine({name: torch.zeros(2, 8) for name in source}, tp=tp), TOKEN)
     way = Measured(httpx.ASGITransport(app(at)))
     with WeightSync(source, [HttpEngine("http://localhost", TOKEN, transport=way)], timeout=250) as sync:
         assert sync.push("v1").tensors == count
-    assert max(size for route, size in way.sizes.items() if route not in LISTS) < 1024
-    assert max(way.sizes.values()) <= http_control.LARGE
-    assert at.engine.fingerprint() == MemoryEngine(source).fingerprint()  # type: ignore[attr-defined]
+        assert max(way.sizes.values()) == way.sizes.pop("trace") <= http_control.LARGE
+        assert way.answers.pop("trace") <= http_control.LARGE
+        for tensor in source.values():
+            tensor.add_(1)
+        sync.push("v2")
+    assert 8 * count < way.sizes.pop("prepare") < 8 * count + 2048
+    assert max(way.sizes.values()) < 2048
+    assert max(way.answers.values()) < 8 * count * tp + 2048
+    assert at.engine.fingerprint() == MemoryEngine(source, tp=tp).fingerprint()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("route", ["trace", "prepare", "commit"])
