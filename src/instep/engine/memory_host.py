@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from instep.digest import MASK, as_bytes
 from instep.errors import PlanError
 from instep.receiver import MERGED, Host, PlainHost
-from instep.receiver.adapter import AdapterHost, register
+from instep.receiver.adapter import AdapterHost, register, slot
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 PARTS = {"k_proj": 1, "v_proj": 2, "up_proj": 1}  # order within a fused layer; the first part is 0
@@ -52,13 +52,14 @@ class MemoryHost(PlainHost):
         self.places: dict[str, Place] = {}
         rows: dict[str, int] = defaultdict(int)
         shards = {name: self._shard(name, tensor) for name, tensor in checkpoint.items()}
-        for name in sorted(checkpoint, key=lambda name: (_param(name), PARTS.get(_layer(name), 0))):
-            self.places[name] = Place(_param(name), self._index(name, shards[name], rows), _axis(name))
+        params = _params(checkpoint)
+        for name in sorted(checkpoint, key=lambda name: (params[name], PARTS.get(_layer(name), 0))):
+            self.places[name] = Place(params[name], self._index(name, params[name], shards[name], rows), _axis(name))
         experts: dict[str, int] = defaultdict(int)
         for name in shards:
             if expert := EXPERT.fullmatch(name):
-                experts[_param(name)] = max(experts[_param(name)], 1 + int(expert[2]))
-        for param, shard in {_param(name): shard for name, shard in shards.items()}.items():
+                experts[params[name]] = max(experts[params[name]], 1 + int(expert[2]))
+        for param, shard in {params[name]: shard for name, shard in shards.items()}.items():
             if param in experts:
                 shape = (experts[param], shard.shape[0] * (2 if param.endswith("w13_weight") else 1), *shard.shape[1:])
             else:
@@ -68,7 +69,7 @@ class MemoryHost(PlainHost):
         if "lm_head.weight" not in checkpoint and "model.embed_tokens.weight" in checkpoint:
             register(self.model, "lm_head.weight", self.model.get_parameter("model.embed_tokens.weight"))
 
-    def _index(self, name: str, shard: torch.Tensor, rows: dict[str, int]) -> tuple[int | slice, ...]:
+    def _index(self, name: str, param: str, shard: torch.Tensor, rows: dict[str, int]) -> tuple[int | slice, ...]:
         if expert := EXPERT.fullmatch(name):
             half = shard.shape[0]
             return (
@@ -78,13 +79,13 @@ class MemoryHost(PlainHost):
             )
         if not shard.ndim:
             return ()
-        start = rows[_param(name)]
-        rows[_param(name)] += shard.shape[0]
+        start = rows[param]
+        rows[param] += shard.shape[0]
         return (slice(start, start + shard.shape[0]),)
 
     def _shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         axis = _axis(name)
-        if axis is None or self.world_size == 1:
+        if axis is None or self.world_size == 1 or tensor.ndim <= axis:
             return tensor
         size = -(-tensor.shape[axis] // self.world_size)
         start = min(self.rank * size, tensor.shape[axis])
@@ -108,10 +109,13 @@ class MemoryHost(PlainHost):
         """Loads in place. The values derived from weights are computed at the end, so a session
         cut short leaves them stale."""
         yield
-        for name, module in self.model.named_modules():
-            if name.endswith("qkv_proj"):
-                sizes = module.get_parameter("weight").float().abs().flatten()
-                module.scale = F.pad(sizes, (0, 1)).amax()  # exact on every device, unlike a mean
+        for module in self._scaled():
+            sizes = module.get_parameter("weight").float().abs().flatten()
+            module.scale = F.pad(sizes, (0, 1)).amax()  # exact on every device, unlike a mean
+
+    def _scaled(self) -> list[nn.Module]:
+        """Returns the modules that hold a value derived from their weight."""
+        return [module for name, module in self.model.named_modules() if name.endswith("qkv_proj") and "weight" in module._parameters]
 
     def spare(self, parameter: str) -> tuple[int, str | None]:
         if not parameter.endswith(VOCABULARY):
@@ -130,7 +134,7 @@ class MemoryHost(PlainHost):
         return MemoryFresh(MemoryHost(self.shapes, self.rank, self.world_size))
 
     def fingerprint(self, adapter: int = 0) -> int:
-        derived = [module.scale for name, module in self.model.named_modules() if name.endswith("qkv_proj")]
+        derived = [module.scale for module in self._scaled()]
         tensors = [*self.model.parameters(), *derived, *(self.adapters[adapter].values() if adapter else ())]
         total: int = sum(xxhash.xxh3_64_intdigest(as_bytes(tensor).data, seed=index) for index, tensor in enumerate(tensors))
         return total & MASK
@@ -172,13 +176,26 @@ class MemoryAdapter(AdapterHost):
         self.host.adapters[self.number] = tensors
 
 
+def _params(names: Iterable[str]) -> dict[str, str]:
+    """Returns the engine's parameter for each checkpoint tensor, whatever its name is."""
+    wanted = {name: _param(name) for name in names}
+    modules = {param[:at] for param in wanted.values() for at, letter in enumerate(param) if letter == "."}
+    found: dict[str, str] = {}
+    for param in dict.fromkeys(wanted.values()):
+        found[param] = param
+        while found[param] in modules or (found[param] != param and found[param] in wanted.values()):
+            found[param] += "~"
+    return {name: found[param] for name, param in wanted.items()}
+
+
 def _param(name: str) -> str:
-    """Returns the engine's parameter for a checkpoint tensor."""
+    """Returns the engine's parameter for a checkpoint tensor, if no module has that name."""
     if expert := EXPERT.fullmatch(name):
-        return f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight"
-    prefix, _, leaf = name.rpartition(".")
-    parent, _, layer = prefix.rpartition(".")
-    return f"{parent}.{FUSED[layer]}.{leaf}" if layer in FUSED else name
+        return slot(f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight")
+    *path, layer, leaf = ["", *name.split(".")]
+    if layer in FUSED and leaf in ("weight", "bias"):
+        return slot(".".join([*path, FUSED[layer], leaf][1:]))
+    return slot(name) if leaf != "scale" else slot(name) + "~"  # `scale` is derived
 
 
 def _layer(name: str) -> str:

@@ -28,6 +28,7 @@ class AdapterHost(PlainHost, ABC):
         self.rank, self.world_size, self.device = rank, world_size, device
         self.model = nn.Module()
         self.config = ""
+        self.names: dict[str, str] = {}  # tensors by the model's parameters
 
     @abstractmethod
     def check(self, tensors: Mapping[str, torch.Tensor], config: str) -> None:
@@ -45,17 +46,18 @@ class AdapterHost(PlainHost, ABC):
         zeros = {meta.name: torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in tensors}
         self.check(zeros, config)
         self.model, self.config = nn.Module(), config
+        self.names = {slot(name): name for name in zeros}
         for name, tensor in zeros.items():
-            register(self.model, name, nn.Parameter(tensor.to(self.device), requires_grad=False))
+            register(self.model, slot(name), nn.Parameter(tensor.to(self.device), requires_grad=False))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
-            self.model.get_parameter(name).detach().copy_(tensor)
+            self.model.get_parameter(slot(name)).detach().copy_(tensor)
 
     @contextmanager
     def reload(self) -> Iterator[None]:
         yield
-        tensors = {name: param.detach().clone().cpu() for name, param in self.model.named_parameters()}
+        tensors = {self.names[name]: param.detach().clone().cpu() for name, param in self.model.named_parameters()}
         self.install(tensors, self.config)
 
 
@@ -83,6 +85,16 @@ def check_merged(merged: bool, served: Sequence[int]) -> None:
             "requests that ask for the adapter would get it twice",
             next_step=f"{ALONE}, or start an engine of its own for the merged weights",
         )
+
+
+_BARE = nn.Module()
+
+
+def slot(name: str) -> str:
+    """Returns a parameter's name for a tensor of any name, usually the same one. A part that is
+    empty, or an attribute of every module such as `forward`, has `~` before it."""
+    parts = name.split(".")
+    return ".".join(f"~{part}" if part.startswith("~") or not part or hasattr(_BARE, part) else part for part in parts)
 
 
 def register(model: nn.Module, name: str, param: nn.Parameter) -> None:
