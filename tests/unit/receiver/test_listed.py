@@ -196,9 +196,9 @@ def test_an_engine_that_hangs_is_left_out_until_it_answers() -> None:
     trainer.push("v0", "a")
     stuck.stuck = True
     assert [state.engine for state in trainer.push("v1", "b").failed] == ["stuck"]
-    trainer.sync._session.fleet.members[0].timeout = 1000.0  # of the question that is under way from now on
     for thread in trainer.sync._session.fleet.silent._asking.values():
         thread.join()
+    trainer.sync._session.fleet.members[0].timeout = 1000.0  # of the question that the next push asks
     stuck.questions = 0
     for version in ("v2", "v3", "v4"):
         receipt = trainer.push(version, "c")
