@@ -30,6 +30,15 @@ LONG_FIRST = ("integration", "originals", "sharded", "contract", "demo", "gpu", 
 """Folders as two processes of pytest take them (`-n 2`): short files last, so that both end together."""
 TOGETHER = ("tests/sharded/", "tests/integration/test_http_")
 """Files that share the ranks of their trainers; those that share a server."""
+STRICT = ("unit", "sharded")
+"""Folders in which a warning of anybody is an error. Others run more of other projects' code: there a warning of instep is one."""
+WARNINGS = (
+    "error",
+    # What a cycle of references keeps open is told when its garbage is collected, which may be in any later test.
+    "default::ResourceWarning",
+    "default::pytest.PytestUnraisableExceptionWarning",
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # an import of PEFT's
+)
 LEFT_OUT = pytest.StashKey[int]()
 
 
@@ -38,9 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def folder(item: pytest.Item) -> str:
+        return item.path.relative_to(Path(__file__).parent).parts[0]
+
+    for item in items:
+        if folder(item) in STRICT:
+            item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own come after
     if hasattr(config, "workerinput"):  # one of several processes
-        here = Path(__file__).parent
-        items.sort(key=lambda item: LONG_FIRST.index(item.path.relative_to(here).parts[0]))
+        items.sort(key=lambda item: LONG_FIRST.index(folder(item)))
 
 
 @pytest.hookimpl(optionalhook=True)

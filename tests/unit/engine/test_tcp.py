@@ -80,13 +80,14 @@ def test_a_listener_with_another_token_gets_nothing_of_the_token(echo: Echo) -> 
         door = TcpDoor("localhost", false_trainer.getsockname()[1], TOKEN)
         door.serve(echo.answer)
         peer, _ = false_trainer.accept()
-        peer.settimeout(20)
-        seen = peer.recv(4096)
-        message = encode({"nonce": b"n" * 32, "proof": b"p" * 32})
-        peer.sendall(len(message).to_bytes(4, "big") + message)
-        refusal = encode({"proof": b""})
-        assert peer.recv(4096) == len(refusal).to_bytes(4, "big") + refusal
-        assert peer.recv(4096) == b""
+        with peer:
+            peer.settimeout(20)
+            seen = peer.recv(4096)
+            message = encode({"nonce": b"n" * 32, "proof": b"p" * 32})
+            peer.sendall(len(message).to_bytes(4, "big") + message)
+            refusal = encode({"proof": b""})
+            assert peer.recv(4096) == len(refusal).to_bytes(4, "big") + refusal
+            assert peer.recv(4096) == b""
         assert TOKEN.encode() not in seen
         until(lambda: door.problem)
         door.close()

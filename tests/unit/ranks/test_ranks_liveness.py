@@ -14,10 +14,9 @@ from instep.ranks.liveness import Liveness, Watch, liveness
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
 
 
 @pytest.fixture

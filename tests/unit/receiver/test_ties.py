@@ -139,6 +139,7 @@ def test_language_models_of_which_one_ties_its_head(trainer: bool, engine: bool)
             assert torch.equal(served(input_ids=tokens).logits, source(input_ids=tokens).logits)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer is part of the adapter:UserWarning")
 def test_what_peft_unties_is_refused_by_an_engine_that_ties_it() -> None:
     """`modules_to_save` gives the embedding a copy of its own, and leaves the head the old one."""
     from peft import LoraConfig, get_peft_model
