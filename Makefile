@@ -29,8 +29,11 @@ test-all: lint  ## everything
 check: lint  ## lint, types and unit tests (layers among them), in a few minutes
 	$(BIN)/pytest -n 2 tests/unit
 
-coverage: setup-test  ## branches of the core that unit and contract tests take
-	$(BIN)/pytest -n 2 tests/unit tests/contract tests/sharded --cov --cov-report=term:skip-covered
+# Its tracer hangs CPython 3.11 where a thread is stopped from outside, as generation's are: those tests are left out
+CORE := tests/unit/test_*.py $(addprefix tests/unit/,engine plan ranks receiver source transport) tests/contract tests/sharded
+
+coverage: setup-test  ## lines and branches of the core that its tests run; fails where they are fewer than before
+	$(BIN)/pytest -n 2 $(CORE) --cov --cov-report=term:skip-covered
 
 package: setup-test  ## sdist and wheel, checked, and the wheel tried without vLLM
 	rm -rf dist
