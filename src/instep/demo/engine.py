@@ -21,7 +21,8 @@ from instep.errors import ConfigError
 Generate = Callable[[Sequence[list[int]], int, int], list[list[Completion]]]
 """Takes prompts, the number of samples for each, and a seed. Gives each prompt's completions, sampled at temperature 1."""
 Sampled = tuple[list[Group], list[str]]
-"""A group of graded completions for each question, and the versions of the weights that sampled them."""
+"""A group of graded completions for each question, and the versions of the weights that sampled
+them."""
 
 
 class Engines(Protocol):
@@ -72,14 +73,16 @@ class OneEngine:
             )
             for question, completions in zip(questions, answers, strict=True)
         ]
-        return groups, sorted({completion.weight_version or "unlabelled" for completions in answers for completion in completions})
+        versions = {completion.weight_version for completions in answers for completion in completions}
+        return groups, sorted(version or "unlabelled" for version in versions)
 
 
 @contextmanager
 def start(checkpoint: Path, lesson: Task, seed: int, show: Show) -> Iterator[Engines]:
     """Starts the engine. Raises `ConfigError` if vLLM is installed and does not start."""
     has_vllm = find_spec("vllm") is not None
-    show.say(f"engine:  starting {'vLLM, about a minute' if has_vllm else 'the embedded transformers engine: vLLM is not installed'}")
+    what = "vLLM, about a minute" if has_vllm else "the embedded transformers engine: vLLM is not installed"
+    show.say(f"engine:  starting {what}")
     try:
         name, engine, generate = (start_vllm if has_vllm else start_embedded)(checkpoint, lesson)
     except Exception as error:

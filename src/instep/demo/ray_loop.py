@@ -98,8 +98,8 @@ class Fleet:
             results = self.answers("train", self.lesson.batch, sync)
             if step + AHEAD <= steps:
                 self.ask("train", step + AHEAD - 1, next(questions), self.lesson.samples)
-            samples = [sample for result in results for sample in result.samples]
-            yield [group_of(result) for result in results], sorted({span.version for sample in samples for span in sample.versions})
+            spans = [span for result in results for sample in result.samples for span in sample.versions]
+            yield [group_of(result) for result in results], sorted({span.version for span in spans})
 
     def exam(self, sync: WeightSync, round: int) -> list[Group]:
         if round == 0:

@@ -24,8 +24,8 @@ def partitioned(param: Any) -> bool:
 
 def partition(name: str, param: Any) -> LocalShard:
     shape, count = tuple(param.ds_shape), int(param.ds_tensor.ds_numel)
-    group = getattr(param, "ds_process_group", None)
-    rank = torch.distributed.get_rank(group if isinstance(group, torch.distributed.ProcessGroup) else None)  # None: all ranks
+    group = getattr(param, "ds_process_group", None)  # what is no process group stands for all ranks
+    rank = torch.distributed.get_rank(group if isinstance(group, torch.distributed.ProcessGroup) else None)
     low = rank * count
     high = min(low + count, math.prod(shape))
 

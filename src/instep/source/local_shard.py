@@ -57,7 +57,8 @@ def local_intervals(name: str, tensor: Any) -> list[list[Interval]] | None:
             raise SourceError(f"{name} has placement {placement}: its values are still to be reduced", tensor=name)
         if not placement.is_replicate():
             # PyTorch splits the indices of one dimension as it would split the tensor.
-            more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}  # FSDP over tensor parallelism
+            # FSDP over tensor parallelism has a placement with one more argument.
+            more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
             own = type(placement)(0, **more)
             parts, _ = own._split_tensor(indices[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=False)
             indices[placement.dim] = parts[coordinate[mesh_dim]]

@@ -1,6 +1,7 @@
 """vLLM's own weight transfers, as a user drives them.
 
-Written for the trainer's side of vLLM 0.25 to 0.27. From `start_weight_update` to `finish_weight_update` the engine cannot generate.
+Written for the trainer's side of vLLM 0.25 to 0.27. From `start_weight_update` to
+`finish_weight_update` the engine cannot generate.
 """
 
 from __future__ import annotations

@@ -121,6 +121,7 @@ def sent_as(request: Any) -> Any:
 def request_info(samples: Sequence[Sample], item: Any = None) -> Any:
     """Returns what samples did with tools, in the form of the sender of `item`."""
     ran = [[record for record in sample.tools if record.outcome not in ("excess", "unknown", "malformed")] for sample in samples]
+    excess = [[record for record in sample.tools if record.outcome == "excess"] for sample in samples]
     return _made(
         item, "RequestInfo",
         num_calls=[len(sample.tools) for sample in samples],
@@ -136,7 +137,7 @@ def request_info(samples: Sequence[Sample], item: Any = None) -> Any:
             ]
             for records in ran
         ],
-        excess_tool_calls=[dict(Counter(record.tool for record in sample.tools if record.outcome == "excess")) for sample in samples],
+        excess_tool_calls=[dict(Counter(record.tool for record in records)) for records in excess],
     )  # fmt: skip
 
 

@@ -81,7 +81,8 @@ class LLMRayActor:
     tool_actors: handles of Ray actors with `safe_execute`, Open Instruct's tools.
     tool_parser_type: `legacy` (`<name>...</name>`), `dr_tulu`, or `vllm_NAME` with a tool parser of vLLM's.
     bundle_indices: bundles of the placement group for workers that vLLM places with Ray (`distributed_executor_backend="ray"`).
-    reward_config: a `RewardConfig`, or Open Instruct's. train_dataset, eval_dataset: their rows, by `index`, have the labels of prompts.
+    reward_config: a `RewardConfig`, or Open Instruct's.
+    train_dataset, eval_dataset: their rows, by `index`, have the labels of prompts.
 
     Raises `ConfigError` for what cannot be honoured, before the engine is started; `create_vllm_engines` does before any process is.
     """

@@ -20,7 +20,8 @@ SECONDS = 1.0
 MESSAGE = 1000
 """Characters that a model is told of a wrong argument."""
 TYPES: dict[str, tuple[type, ...]] = {
-    "boolean": (bool,), "integer": (int,), "number": (int, float), "array": (list,), "object": (dict,), "null": (type(None),),
+    "boolean": (bool,), "integer": (int,), "number": (int, float),
+    "array": (list,), "object": (dict,), "null": (type(None),),
 }  # fmt: skip
 """The types of Python that `json` gives for those of a schema."""
 

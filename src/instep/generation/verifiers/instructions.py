@@ -35,8 +35,11 @@ class Instructions:
 
     async def __call__(self, answer: Answer, value: Any) -> float:
         checks = read_label(value)
-        followed = await reading(lambda text: sum(bool(text) and check(text, **kwargs) for check, kwargs in checks), said(answer.text))
-        part = followed / len(checks)
+
+        def followed(text: str) -> int:
+            return sum(bool(text) and check(text, **kwargs) for check, kwargs in checks)
+
+        part = await reading(followed, said(answer.text)) / len(checks)
         return part if part >= self.threshold else 0.0
 
 
