@@ -1,8 +1,8 @@
 """The ways to bring weights into an engine, and which of them are compared with which.
 
-ours.py   instep, over each of its transports, from one process and from two ranks of a sharded trainer
-vllm.py   vLLM's own transfers over NCCL and CUDA IPC, also after gathering the tensors of a sharded trainer
-plain.py  a checkpoint on a RAM disk, broadcasts tensor by tensor, and a reload that transfers nothing
+ours.py   instep, over each of its transports, also from two ranks of a sharded trainer
+vllm.py   vLLM's own transfers over NCCL and CUDA IPC, also after gathering a sharded one
+plain.py  a checkpoint on a RAM disk, broadcasts tensor by tensor, a reload that transfers nothing
 """
 
 from __future__ import annotations
