@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from instep.digest import BLOCK_WORDS, MASK, inner_weights, seed_of
+from instep.digest import BLOCK_WORDS, MASK, Words, inner_weights, seed_of
 from instep.plan.rows import Rows, contiguous
 from instep.protocol import TensorMeta
 
@@ -107,6 +107,12 @@ class Table:
         """Waits for the GPU. Returns the sum of each slot, and whether the slot has a number
         that is not finite."""
         return results(self.sums)
+
+
+def totals(sums: torch.Tensor) -> Words:
+    """Waits for the GPU. Returns the sum of each slot. sums: as for `results`."""
+    found: Words = sums.cpu().chunk(2)[0].numpy().view(np.uint64) if len(sums) else np.empty(0, np.uint64)
+    return found
 
 
 def results(sums: torch.Tensor) -> tuple[list[int], list[bool]]:

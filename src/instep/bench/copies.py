@@ -125,7 +125,8 @@ def kernel_with_digest(plan: Plan) -> Callable[[], object]:
     puller, reader = _puller(plan), _OneProcess(plan)
 
     def pull() -> object:
-        puller.launch(plan.metas, reader)  # type: ignore[arg-type]
+        puller.launch(reader)  # type: ignore[arg-type]
+        puller.wait()
         return puller.sums()
 
     return pull

@@ -9,9 +9,10 @@ on the way. For bytes that pass by in buckets see `stream.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -23,7 +24,7 @@ from instep.receiver.apply import Applier
 from instep.receiver.copies import Copies
 from instep.receiver.lazy import Lazy
 from instep.receiver.proof import Proof, check_places
-from instep.receiver.pull import Parts, Puller
+from instep.receiver.pull import Puller
 from instep.receiver.regions import Tensors, copy_regions, holds
 from instep.receiver.stream import Streamed
 from instep.receiver.strips import RouteStrips
@@ -109,14 +110,15 @@ class Pulled:
 
     def __init__(self, manifest: Manifest, reader: Remote, launch: int, wholes: Collection[str] = ()) -> None:
         self.address, self.reader, self.in_one = manifest.location.address, reader, wholes
-        self.theirs: dict[str, int] = {}
         self.listed: Sequence[TensorMeta] = manifest.tensors
-        self.metas = {meta.name: meta for meta in self.listed}
-        self.direct: Parts = {}
         self.puller: Puller | None = None  # of direct layers, where there are any
         self.watched: Copies | None = None
         self.reads: tuple[cuda_compare.Reads, list[int]] | None = None
         reader.wait_for(launch)  # before anything is pulled, or written
+
+    @cached_property
+    def metas(self) -> Mapping[str, TensorMeta]:
+        return self.puller.metas if self.puller else {meta.name: meta for meta in self.listed}
 
     def move(self, copies: Copies, watched: Copies | None, *, in_turn: bool) -> Tensors:  # noqa: ARG002
         if copies.routes:
@@ -125,10 +127,14 @@ class Pulled:
             if copies.worked_out is None or copies.worked_out[0] != at:
                 copies.worked_out = (at, Puller(copies, self.metas, self.reader, self.in_one))
             puller: Puller = copies.worked_out[1]
-            puller.launch(self.metas, self.reader)
+            puller.launch(self.reader)
             self.puller = puller
-        self.tensors, self.watched, self.every = Lazy(self.metas, self.reader.tensor), watched, copies.every
+        self.watched, self.every = watched, copies.every
         return self.tensors
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        return Lazy(self.metas, self.reader.tensor)
 
     def held(self, watched: Copies) -> Sequence[object]:
         return cuda_compare.held(watched, self.metas, self.reader.device)
@@ -160,8 +166,8 @@ class Pulled:
         return reads
 
     def settle(self) -> None:
-        self.theirs = self.reader.told()  # read while the GPU copies
-        self.direct = self.puller.sums() if self.puller else {}
+        if self.puller:
+            self.puller.wait()
         torch.cuda.synchronize(self.reader.device)
 
     def prove(self, applier: Applier) -> Proof:
@@ -172,9 +178,12 @@ class Pulled:
         """
         if self.puller is not None:
             check_places(self.puller.copies, applier)
+            names, theirs = self.reader.board()
+            if applier.host.world_size == 1 and self.watched is None and self.puller.proves(names, theirs):
+                return Proof(len(names), complete=True)
         reads, sums = self._read()
-        some = [self.direct, reads.parts(sums, self.in_one)]
-        return Proof.of(self.reader.sums(), some, self.theirs, applier.wanted(self.metas))
+        some = [self.puller.sums() if self.puller else {}, reads.parts(sums, self.in_one)]
+        return Proof.of(self.reader.sums(), some, self.reader.told(), applier.wanted(self.metas))
 
     def forget(self) -> None:
         """Does nothing: tensors are made when they are asked for, and none is kept."""

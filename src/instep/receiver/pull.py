@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from instep.digest_cuda import Run, Table, run_of
+from instep.digest import Words
+from instep.digest_cuda import Run, Table, run_of, totals
 from instep.plan.region import simplify
 from instep.plan.routes import apart, reads
 from instep.plan.rows import Rows, common, rows_of
@@ -77,23 +79,43 @@ class Puller:
     """Runs the copies of one plan between fixed addresses."""
 
     def __init__(self, copies: Copies, metas: Mapping[str, TensorMeta], reader: Remote, wholes: Collection[str]) -> None:
-        self.copies = copies
+        self.copies, self.metas = copies, metas
         self.moves = moves(copies, metas, reader.places, wholes)
         self.table = Table(self.moves.runs, self.moves.slots, reader.device, copy=True)
         self.reads: tuple[Copies | None, Any] | None = None
         """What else is summed up (`cuda_compare.Reads`), and for which copies of other layers."""
+        self.totals: Words = np.empty(0, np.uint64)
+        self._alone: tuple[Sequence[str], Any] | None = None
 
-    def launch(self, metas: Mapping[str, TensorMeta], reader: Remote) -> None:
+    def launch(self, reader: Remote) -> None:
         """Starts the copies."""
         self.table.launch()
         for name, routes in self.moves.odd.items():
-            source = reader.tensor(metas[name])
+            source = reader.tensor(self.metas[name])
             copy_regions(routes, self.copies.live, {route.tensor: source for route in routes if route.tensor is not None})
 
+    def wait(self) -> None:
+        """Waits for the copies."""
+        self.totals = totals(self.table.sums)
+
+    def proves(self, names: Sequence[str], theirs: Words) -> bool:
+        """Whether each of these tensors was pulled in one region, no other one was, and their sums
+        are the trainer's: one comparison of all, because an engine is paused meanwhile."""
+        if self._alone is None or self._alone[0] != names:
+            self._alone = names, self._slots(names)
+        slots = self._alone[1]
+        return slots is not None and np.array_equal(self.totals[slots], theirs)
+
+    def _slots(self, names: Sequence[str]) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
+        parts = self.moves.parts
+        if not names or self.moves.odd or parts.keys() != set(names) or any(slots.keys() != {0} for slots in parts.values()):
+            return None
+        return np.array([parts[name][0] for name in names], np.int64)
+
     def sums(self) -> Parts:
-        """Waits for the copies. Returns the sums of the regions that this worker pulled, by tensor
-        and number: see `digest.py`."""
-        sums, _ = self.table.result()
+        """Returns the sums of the regions that this worker pulled, by tensor and number: see
+        `digest.py`."""
+        sums = self.totals.tolist()
         return {name: {number: sums[slot] for number, slot in slots.items()} for name, slots in self.moves.parts.items()}
 
 

@@ -34,6 +34,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from instep.digest import Words
 from instep.plan.rows import Rows
 from instep.protocol import Identity, Location, TensorMeta
 
@@ -217,8 +218,14 @@ class Remote(Reader):
         before."""
 
     @abstractmethod
+    def board(self) -> tuple[Sequence[str], Words]:
+        """Returns the trainer's own sums, and the names of their tensors in the same order; none
+        where they cannot be read."""
+
     def told(self) -> dict[str, int]:
-        """Returns the trainer's own sums, by tensor; none where they cannot be read."""
+        """Returns what `board` does, by tensor."""
+        names, sums = self.board()
+        return dict(zip(names, sums.tolist(), strict=True))
 
     @abstractmethod
     def places(self, meta: TensorMeta) -> list[Rows]:

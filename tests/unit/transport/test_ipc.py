@@ -14,6 +14,7 @@ from torch import nn
 from instep import MemoryEngine, WeightSync
 from instep.errors import ApplyError, DigestMismatch, SourceError
 from instep.receipt import Receipt
+from instep.receiver.pull import Puller
 from instep.receiver.state import Receiver
 from instep.source.module import MappingSource
 from instep.transport.ipc import driver
@@ -250,6 +251,26 @@ def test_bytes_that_change_on_the_way_are_found_out(monkeypatch: pytest.MonkeyPa
         with pytest.raises(DigestMismatch, match="w"):
             push(sync, weights, "b")
         assert engine.refused is not None
+
+
+def test_a_worker_alone_compares_the_sums_of_all_tensors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names none of them, unless they differ."""
+    weights = {f"layers.{layer}.{part}_proj.weight": torch.randn(4, 8) for layer in range(2) for part in ("gate", "up", "down")}
+    engine = MemoryEngine({name: torch.zeros_like(weight) for name, weight in weights.items()})
+    with WeightSync(weights, [engine]) as sync:
+        for version in "ab":
+            push(sync, weights, version)
+        sums = Puller.sums
+        monkeypatch.setattr(Puller, "sums", lambda self: pytest.fail("each tensor was looked at"))
+        receipt = push(sync, weights, "c")
+        assert receipt.engines[0].read_back == receipt.tensors
+        assert engine.fingerprint() == MemoryEngine(weights).fingerprint()
+        asked: list[int] = []
+        monkeypatch.setattr(Puller, "sums", lambda self: asked.append(1) or sums(self))
+        monkeypatch.setattr(Puller, "proves", lambda *_: False)
+        push(sync, weights, "d")
+        assert asked
+        assert engine.fingerprint() == MemoryEngine(weights).fingerprint()
 
 
 def test_numbers_that_are_not_finite_are_named() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from instep.digest import MASK
+from instep.digest import MASK, Words
 from instep.digest_cuda import Table, run_of, warm_up
 from instep.errors import TransportError
 from instep.plan.rows import Rows, common, contiguous, of_place
@@ -50,7 +51,7 @@ class IpcReader(Remote):
             driver.detach(OPENED.pop(handle))
         self.bases = [OPENED[handle] for handle in self.location.handles]
         self.pulled: dict[str, torch.Tensor] = {}
-        self.board = b""  # the trainer's sums, once they are complete
+        self.read = b""  # the trainer's sums, once they are complete
 
     def places(self, meta: TensorMeta) -> list[Rows]:
         """Returns where the parts of a tensor are mapped in this process, in words of 8 bytes."""
@@ -89,12 +90,11 @@ class IpcReader(Remote):
             time.sleep(LOOK)
         if done > launch:
             raise TransportError("the trainer has begun another push meanwhile")
-        self.board = driver.read(board + 8, 8 * len(self.location.places))
+        self.read = driver.read(board + 8, 8 * len(self.location.places))
 
-    def told(self) -> dict[str, int]:
-        """Returns the sums that `wait_for` has read, by tensor; none where they cannot be read."""
-        sums = np.frombuffer(self.board, np.uint64).tolist()
-        return dict(zip(self.location.places, sums, strict=True)) if sums else {}
+    def board(self) -> tuple[Sequence[str], Words]:
+        """Returns the sums that `wait_for` has read."""
+        return (list(self.location.places) if self.read else ()), np.frombuffer(self.read, np.uint64)
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         """Loads the kernels, which takes time once. No bytes arrive: they are pulled, and summed
