@@ -30,7 +30,7 @@ class Silent:
         for member in members:
             thread, key = self._asking.get(id(member)), id(member)
             if key not in self._answered and (thread is None or not thread.is_alive()):
-                thread = threading.Thread(target=self._ask, args=(member,), name="instep-silent", daemon=True)
+                thread = threading.Thread(target=self._ask, args=(member, member.timeout), name="instep-silent", daemon=True)
                 self._asking[key] = thread
                 thread.start()
 
@@ -40,9 +40,9 @@ class Silent:
         self._answered.discard(id(member))
         return found
 
-    def _ask(self, member: Member) -> None:
+    def _ask(self, member: Member, seconds: float) -> None:
         async def question() -> None:
-            async with asyncio.timeout(member.timeout):
+            async with asyncio.timeout(seconds):
                 await member.engine.call("hello", QUESTION)
             self._answered.add(id(member))
 
