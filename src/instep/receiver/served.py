@@ -37,6 +37,10 @@ class Serves:
         """Marks the worker dirty: from now on the bytes in place belong to no version."""
         self.state, self.taken = "dirty", None
 
+    def condemn(self, why: str) -> None:
+        """Marks the worker dirty for what another worker has told: together they hold parts of two versions."""
+        self.state, self.last_error = "dirty", why
+
     def wrote(self, taken: Taken, *, proved: bool) -> None:
         """Notes that all of a version is in place. A version that only the trainer can prove is not
         served before `accept`. If the trainer dies before that, nobody may take the bytes for

@@ -127,7 +127,7 @@ class Peers:
     async def refuse(self, reason: str | None) -> None:
         receiver = receiver_of(self.worker)
         if reason is not None and receiver is not None:
-            receiver.state, receiver.last_error = "dirty", reason
+            receiver.condemn(reason)
 
 
 def _listed(ranks: list[int]) -> str:
