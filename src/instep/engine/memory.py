@@ -12,6 +12,7 @@ has none, tensor-parallel slices, a tensor derived from weights, a prefix cache.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -174,7 +175,7 @@ class MemoryEngine:
             raise EngineLost(f"{self.name} is dead")
         kind = self.faults.pop(point, None)
         if kind == "hang":
-            await asyncio.Event().wait()
+            await asyncio.sleep(math.inf)  # the loop keeps who sleeps: a task that only it refers to is collected
         if kind == "die":
             self.dead = True
             raise EngineLost(f"{self.name} died in {point}")

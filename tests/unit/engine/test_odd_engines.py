@@ -5,11 +5,14 @@ Invariant 7: the caller checks sequence numbers. Invariant 2: whatever it is, th
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from helpers.named_weights import WEIGHTS, Trainer, serves
 
 from instep import MemoryEngine
@@ -164,3 +167,20 @@ def test_an_engine_whose_plan_does_not_fit_is_told_from_the_others() -> None:
     assert [state.engine for state in receipt.failed] == ["other"]
     assert "no module or parameter named" in (receipt.failed[0].reason or "")
     assert "prepare" not in other.calls
+
+
+def test_a_call_that_hangs_is_kept_although_nothing_refers_to_it() -> None:
+    """asyncio keeps no task alive: a collected one is told of as destroyed."""
+    told: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        engine = MemoryEngine({"weight": torch.zeros(2)})
+        engine.inject("pause", "hang")
+        asyncio.get_running_loop().create_task(engine.pause("keep"))
+        del engine
+        await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(main())
+    assert told == []
