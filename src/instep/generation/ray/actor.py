@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial, wraps
@@ -111,6 +112,8 @@ class LLMRayActor:
         if ray.get_runtime_context().was_current_actor_reconstructed:
             options["await_weights"] = True
         self.actor = LLMActor(start, observer=ActorMetrics(self.name), **options)
+        gc.collect()
+        gc.freeze()  # a full collection looks at all of vLLM, and stops the event loop for 0.3 s meanwhile
 
     def __repr__(self) -> str:
         return f"LLMRayActor({self.name})"
