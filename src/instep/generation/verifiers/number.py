@@ -37,6 +37,8 @@ class Number(NamedTuple):
         `50%` equals 50 and 0.5, as labels have either."""
         mine = [self.value] if not self.percent or other.percent else [self.value, self.value / 100]
         theirs = [other.value] if not other.percent or self.percent else [other.value, other.value / 100]
+        if not tolerance:
+            return any(one == two for one in mine for two in theirs)
         return any(abs(one - two) <= abs(two) * Fraction(tolerance) for one in mine for two in theirs)
 
 
@@ -127,8 +129,14 @@ def _value(found: re.Match[str]) -> Fraction | None:
         return None
     if not int(divisor or 1) or not int(bottom or 1):
         return None
-    value = Fraction(digits.replace(",", "")) * Fraction(10) ** int(power or 0) / int(divisor or 1)
-    value += Fraction(int(top or 0), int(bottom or 1))
+    digits = digits.replace(",", "")
+    value = Fraction(int(digits) if digits.isdecimal() else digits)
+    if power:
+        value *= Fraction(10) ** int(power)
+    if divisor:
+        value /= int(divisor)
+    if bottom:
+        value += Fraction(int(top), int(bottom))
     return -value if "-" in (sign, inner) else value
 
 

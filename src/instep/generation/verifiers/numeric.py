@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from importlib.util import find_spec
 
 from instep.generation.verifiers import number
@@ -27,11 +28,11 @@ class Numeric:
 
     @property
     def turnstile(self) -> Turnstile | None:
-        return shared().turnstile if find_spec("math_verify") else None
+        return shared().turnstile if _computes() else None
 
     @property
     def own_seconds(self) -> float | None:
-        return shared().own_seconds if find_spec("math_verify") else None
+        return shared().own_seconds if _computes() else None
 
     async def __call__(self, answer: Answer, value: str | float) -> float:
         label = str(value)
@@ -47,6 +48,12 @@ class Numeric:
         if not _computable(shown):
             return 0.0
         return await shared().compare(label, shown, self.tolerance)
+
+
+@cache
+def _computes() -> bool:
+    """Whether math-verify is installed. Looking for it takes longer than judging an answer."""
+    return find_spec("math_verify") is not None
 
 
 def last_number(text: str) -> Fraction | None:

@@ -19,7 +19,7 @@ from instep.generation.verifiers.final import announced, final, marked
 from instep.generation.verifiers.number import WRAPPED
 from instep.generation.waiting import Turnstile
 
-ARTICLES = ("a", "an", "the")
+ARTICLES = frozenset(("a", "an", "the"))
 QUOTES = dict.fromkeys(map(ord, "\u2018\u2019\u201b`\u00b4"), "'") | dict.fromkeys(map(ord, "\u201c\u201d\u201e\u00ab\u00bb"), '"')
 MARKS, JOINER = 30, "\u034f"
 """How many combining marks may follow one another, and what parts more: Unicode's Stream-Safe Text Format (UAX #15)."""
