@@ -129,7 +129,8 @@ class Location(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True):
     """One version: its tensors, their digests (unsigned 64 bits, see `digest.py`) and where the bytes lie.
 
-    listed: the list's signature. On the wire `tensors` is empty where the worker has that list, and `sums` is the vector of digests."""
+    listed: the list's signature. On the wire `tensors` is empty where the worker has that list, and `sums` is the vector of digests.
+    nbytes: of the version, for a server that counts what its engine takes."""
 
     version: str
     base: str | None
@@ -139,6 +140,7 @@ class Manifest(msgspec.Struct, frozen=True):
     merged: bool = False  # whether an adapter is merged into the tensors: an engine must not apply it a second time
     listed: str = ""
     sums: bytes = b""
+    nbytes: int = 0
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -145,13 +145,14 @@ class Push(Account):
             found, source, device = attempt.found, session.source, session.source.device
             stamp, place = (found.stamp, found.place) if found else (source.stamp(), None)
             sizes = session.sizes_of(tensors)
-            read = self.progress(sum(sizes.values()))
+            nbytes = sum(sizes.values())
+            read = self.progress(nbytes)
             values = Placed(lambda: self._counted(sizes, device, read), source.again, source.stays, place, required, read)
             published = session.transport.publish(tensors, values, device, workers)
             if not published.location.live:  # live bytes are not copied yet: their digests are compared in the commit
                 check_unchanged(source, stamp)
         listed, sums = session.signature_of(tensors), vector(published.digests, tensors)
-        manifest = Manifest(self.version, base, tensors, published.digests, published.location, source.merged, listed, sums)
+        manifest = Manifest(self.version, base, tensors, published.digests, published.location, source.merged, listed, sums, nbytes)
         return Sent(manifest, published, stamp, expected, session.transport.finish, required)
 
     def _expected(self) -> list[float] | None:
@@ -246,7 +247,7 @@ class Push(Account):
         sizes = session.sizes_of(sent.manifest.tensors)
         self.done = receipt = Receipt(
             version=self.version,
-            nbytes=sum(sizes.values()),
+            nbytes=sent.manifest.nbytes,
             tensors=len(sizes),
             seconds=self.seconds,
             digest=total(sent.digests()),

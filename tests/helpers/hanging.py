@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,10 @@ def timeout(seconds: float) -> asyncio.Timeout:
 async def hang() -> None:
     """Ends with the deadline of the caller."""
     _timeouts[asyncio.current_task()].reschedule(asyncio.get_running_loop().time())
-    await asyncio.Event().wait()
+    await asyncio.sleep(math.inf)
 
 
 def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "asyncio", SimpleNamespace(timeout=timeout, sleep=asyncio.sleep))
-    stub = SimpleNamespace(Event=lambda: SimpleNamespace(wait=hang), get_running_loop=asyncio.get_running_loop, gather=asyncio.gather)
+    stub = SimpleNamespace(sleep=lambda _: hang(), get_running_loop=asyncio.get_running_loop, gather=asyncio.gather)
     monkeypatch.setattr(memory, "asyncio", stub)

@@ -70,7 +70,7 @@ def test_bytes_that_change_on_the_way_are_refused_in_update(llm: Any, publisher:
     info = publisher.update_info("corrupted")
     next(iter(publisher._transport.segments.values())).view[1000] ^= 1
     llm.start_weight_update()
-    with pytest.raises(Exception, match=r"model\.embed_tokens\.weight arrived with digest"):
+    with pytest.raises(Exception, match=r"model\..*weight arrived with digest"):
         llm.update_weights({"update_info": info})
     assert serves(llm, reference, 2)
     [status] = llm.collective_rpc("instep_status")

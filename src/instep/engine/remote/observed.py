@@ -152,7 +152,6 @@ class Observed:
 def _announced(payload: bytes, started: float) -> Underway | None:
     try:
         manifest = decode(decode(payload, Request).body, PrepareRequest).manifest
-        nbytes = sum(meta.nbytes for meta in manifest.tensors if not meta.alias_of)
-    except (msgspec.DecodeError, KeyError):  # the workers will say so
+    except msgspec.DecodeError:  # the workers will say so
         return None
-    return Underway(manifest.version, manifest.location.transport, nbytes, started)
+    return Underway(manifest.version, manifest.location.transport, manifest.nbytes, started)
