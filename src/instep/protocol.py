@@ -80,10 +80,9 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class WorkerPlan(msgspec.Struct, frozen=True):
     """What one worker's loader did with shape-only tensors: the parameters it has and the copies it made.
 
-    reload_only: layers whose writes cannot be expressed as copies, with the reason. They always use the
-    reload session. opaque: the parameters that are written so. computed, feeds: what was read for that, and
-    for which layers, by tensor. unnoticed: layers that the session would leave as they are. overwritten:
-    tensors that the loader writes into, and must be given copies of.
+    reload_only: layers whose writes cannot be expressed as copies, with the reason. They always use the reload session. opaque: the
+    parameters that are written so. computed, feeds: what was read for that, and for which layers, by tensor. unnoticed: layers that the
+    session would leave as they are. overwritten: tensors that the loader writes into, and must be given copies of.
     """
 
     params: list[ParamMeta]
@@ -129,8 +128,7 @@ class Location(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True):
     """One version: its tensors, their digests (unsigned 64 bits, see `digest.py`) and where the bytes lie.
 
-    listed: the list's signature. On the wire `tensors` is empty where the worker has that list, and `sums` is the vector of digests.
-    nbytes: of the version, for a server that counts what its engine takes."""
+    listed: the list's signature. On the wire `tensors` is empty where the worker has that list, and `sums` is the vector of digests."""
 
     version: str
     base: str | None
@@ -140,7 +138,7 @@ class Manifest(msgspec.Struct, frozen=True):
     merged: bool = False  # whether an adapter is merged into the tensors: an engine must not apply it a second time
     listed: str = ""
     sums: bytes = b""
-    nbytes: int = 0
+    nbytes: int = 0  # of the tensors, for a server that counts what its engine takes where it does not have the list
 
 
 class Request(msgspec.Struct, frozen=True):

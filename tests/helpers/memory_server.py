@@ -35,8 +35,11 @@ def main() -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/inject":
             engine.inject(*scope["query_string"].decode().split(":"))
-        found: Any = {"version": engine.version, "fingerprint": str(engine.fingerprint()), "paused": engine.paused}
-        body = json.dumps(list(engine.faults) if scope["path"] == "/faults" else found).encode()
+        if scope["path"] in ("/inject", "/faults"):  # asked in the middle of a commit, when no weights can be read
+            found: Any = list(engine.faults)
+        else:
+            found = {"version": engine.version, "fingerprint": str(engine.fingerprint()), "paused": engine.paused}
+        body = json.dumps(found).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": body})
 

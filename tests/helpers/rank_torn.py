@@ -11,8 +11,9 @@ import torch
 from helpers.rank_failures import attempt, begun
 from helpers.source_models import saved
 from instep.engine.memory import MemoryEngine
-from instep.ranks import follow, transports
+from instep.plan.region import view
 from instep.ranks.ipc import SharedIpc, Sharing
+from instep.ranks.run import Run
 from instep.ranks.standing import Standing
 
 RANK = int(os.environ["RANK"])
@@ -20,7 +21,7 @@ RANK = int(os.environ["RANK"])
 
 def before_the_second_read(write: Callable[[], None]) -> Callable[[], None]:
     """Has `write` called once, when this rank has been read once and not twice. Returns what takes that back."""
-    places = [(Standing, "check"), (follow, "compare"), (transports, "compare"), (Sharing, "sums"), (SharedIpc, "_summed")]
+    places = [(Standing, "check"), (Run, "compare"), (Sharing, "sums"), (SharedIpc, "_summed")]
     real = [getattr(where, name) for where, name in places]
     written: list[bool] = []
 
@@ -64,7 +65,7 @@ def torn(way: str, model: str, rank: str) -> dict[str, Any]:
     given = [*role.source.runs[False].given[0], *role.source.runs[True].given[0]] if RANK == 0 else [*role.given[0], *role.given[1]]
 
     def write() -> None:
-        module.memory(given[0].live).view(torch.int16).numpy()[given[0].source] ^= 1
+        view(module.memory(given[0].live), given[0].rows.read).view(torch.int16).numpy()[...] ^= 1
 
     back = before_the_second_read(write) if int(rank) == RANK else lambda: None
     found = attempt(lambda: sync.push("torn"))

@@ -115,28 +115,31 @@ class Group:
         callers wait for each one in the order of the calls."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
-        return self._whole().broadcast([tensor], options)
+        return self._started(lambda group: group.broadcast([tensor], options))
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM) -> Any:
         """Starts to combine every rank's `tensor` (contiguous) into all of them. Returns the
         `Work`; so do `send` and `recv`."""
         options = AllreduceOptions()
         options.reduceOp, options.asyncOp = op, True
-        return self._whole().allreduce([tensor], options)
+        return self._started(lambda group: group.allreduce([tensor], options))
 
     def send(self, tensor: torch.Tensor, to: int) -> Any:
-        return self._between(self._whole().send([tensor], to, 0))
+        return self._between(self._started(lambda group: group.send([tensor], to, 0)))
 
     def recv(self, tensor: torch.Tensor, source: int) -> Any:
-        return self._between(self._whole().recv([tensor], source, 0))
+        return self._between(self._started(lambda group: group.recv([tensor], source, 0)))
 
     def _between(self, work: Any) -> Any:
         return work if self.device.type == "cuda" else _InThread(work, self.timeout)
 
-    def _whole(self) -> Any:
+    def _started(self, start: Callable[[Any], Any]) -> Any:
         if self.broken:
             raise TransportError(f"the group ended earlier: {self.broken}")
-        return self._group
+        try:
+            return start(self._group)
+        except Exception as error:  # Gloo raises at once where it knows already that a peer is gone
+            raise self._failed(error) from error
 
     def wait(self, work: Any) -> None:
         """Waits until a collective is done. On a GPU it makes the current stream wait for the
@@ -146,9 +149,12 @@ class Group:
         try:
             work.wait()
         except Exception as error:
-            self.look(now=True)  # a peer that gave up says why
-            self.why()
-            raise self.end("a peer failed", error) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> TransportError:
+        self.look(now=True)  # a peer that gave up says why
+        self.why()
+        return self.end("a peer failed", error)
 
     def mark(self) -> Callable[[], bool]:
         """Returns a function that tells whether the device has finished the work that is in the
