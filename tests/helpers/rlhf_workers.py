@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from helpers.toys import attention
 from helpers.vllm_stub import Executor
 from instep.dropin.answers import in_thread
-from instep.dropin.peers import Peers
 from instep.dropin.vllm_rlhf import ColocateWorkerExtension, Communicator, WorkerExtension, stateless_init_process_group
 from instep.engine.memory import MemoryEngine
+from instep.engine.vllm.peers import Peers
 from instep.receiver.state import Receiver
 
 CPU = torch.device("cpu")
@@ -29,7 +29,8 @@ class Worker(WorkerExtension, ColocateWorkerExtension):
         self.rank = host.rank
         parallel = SimpleNamespace(world_size=size, distributed_executor_backend="mp", data_parallel_index=0)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
-        vars(self).update(instep_receiver=Receiver(host), instep_peers=Peers(host.rank, size, store, 10))
+        peers = {purpose: Peers(host.rank, size, PrefixStore(purpose, store), 10) for purpose in ("rounds", "calls")}
+        vars(self).update(instep_receiver=Receiver(host), instep_peers=peers)
         self.steps = 0
 
     def execute_model(self, _: Any) -> None:

@@ -14,9 +14,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from instep.dropin.communicator import DEADLINE
-from instep.dropin.peers import Peers, of_worker
-from instep.dropin.together import as_instep
-from instep.engine.vllm.peers import speaks
+from instep.engine.vllm.peers import Peers, as_instep, speaks
 from instep.errors import InstepError, Serving
 from instep.protocol import WorkerReceipt
 
@@ -82,9 +80,8 @@ def with_one_voice(worker: Any, action: Callable[[], T]) -> tuple[T | None, Exce
         result = action()
     except Exception as error:
         failure = error
-    number = vars(worker)["instep_calls"] = vars(worker).get("instep_calls", 0) + 1
     own = None if failure is None else as_instep(failure)
-    told = peers_of(worker).end(number, own)
+    told = peers_of(worker, "calls").end(own)
     if told is not None and own is None and (rounds := vars(worker).get("instep_rounds")) is not None:
         rounds.fail_too(told)
     if told is not None and speaks(worker):
@@ -92,12 +89,12 @@ def with_one_voice(worker: Any, action: Callable[[], T]) -> tuple[T | None, Exce
     return result, failure
 
 
-def peers_of(worker: Any) -> Peers:
-    held = vars(worker)
-    if "instep_peers" not in held:
-        held["instep_peers"] = of_worker(worker, DEADLINE)
-    found: Peers = held["instep_peers"]
-    return found
+def peers_of(worker: Any, purpose: str) -> Peers:
+    """Returns the worker's peers for one purpose, always the same."""
+    held: dict[str, Peers] = vars(worker).setdefault("instep_peers", {})
+    if purpose not in held:
+        held[purpose] = Peers.of(worker, purpose, DEADLINE)
+    return held[purpose]
 
 
 def state_in(text: str) -> tuple[Serving, str | None]:

@@ -91,7 +91,7 @@ def rounds_of(worker: Any) -> Rounds:
     """The worker's rounds. From their first use on it refuses to run a model that holds parts of two versions."""
     held = vars(worker)
     if "instep_rounds" not in held:
-        rounds = Rounds(receiver_for(worker), peers_of(worker), cast=worker.instep_cast)
+        rounds = Rounds(receiver_for(worker), peers_of(worker, "rounds"), cast=worker.instep_cast)
         held["instep_rounds"] = rounds
         rounds.first = partial(loaded_from, worker)
         refuse_while(worker, rounds.together.dirty, rounds.settle)

@@ -17,9 +17,9 @@ import torch
 from instep.dropin.communicator import sum_of
 from instep.dropin.complete import lacking, listed, of_no_use, places, unread
 from instep.dropin.order import Order, before_the_first
-from instep.dropin.peers import Peers
 from instep.dropin.round import Round
-from instep.dropin.together import ALL_ONCE, First, Stage, Together, as_instep
+from instep.dropin.together import ALL_ONCE, First, Stage, Together
+from instep.engine.vllm.peers import Peers, as_instep
 from instep.errors import DigestMismatch, InstepError, PlanError
 from instep.protocol import TensorMeta, WorkerReceipt, dtype_name
 from instep.receiver.state import Receiver
@@ -43,14 +43,12 @@ class Rounds:
         self.order = Order()
         self.changed = False
         """Whether the last update was committed, and has other tensors than the one before."""
-        self.number = 0
         self.begin()
 
     def begin(self) -> None:
         """Forgets what came without being committed."""
-        self.number += 1
+        self.number = self.peers.begin()
         self.now = Round(Stage(self.number))
-        self.peers.forget(self.number)
 
     def add(
         self, name: str, bring: Callable[[], torch.Tensor], *, last: bool | None = False, digest: int | None = None
@@ -179,7 +177,7 @@ class Rounds:
         self.changed = False
         if self.now.fault is None:
             self.now.fault = as_instep(error)
-            self.peers.tell(f"{self.number} failed", self.now.fault)
+            self.peers.fail(error)
             self.now.stage.clear()
 
     def _begun(self, name: str, *, says: bool) -> InstepError | None:

@@ -21,8 +21,8 @@ from msgspec import structs
 
 from instep.dropin.communicator import nameless, sum_of
 from instep.dropin.complete import Known, lacking, listed, needed, tied, twin, unread
-from instep.dropin.peers import Peers
-from instep.errors import ApplyError, InstepError, PlanError, by_name
+from instep.engine.vllm.peers import Peers, as_instep
+from instep.errors import InstepError, PlanError, by_name
 from instep.plan.routes import Plan, check_metadata, prove, signature
 from instep.protocol import (
     Arrival,
@@ -176,7 +176,7 @@ class Together:
             return trace(self.receiver.host, tied(stage.metas, stage.tensors, error))
 
     def exchange(self, stage: Stage, topic: str, plan: WorkerPlan) -> list[WorkerPlan]:
-        bodies = self.peers.exchange(f"{stage.number} {topic} {len(stage.metas)}", encode(plan))
+        bodies = self.peers.exchange(f"{topic} {len(stage.metas)}", encode(plan))
         return [decode(body, WorkerPlan) for body in bodies]
 
     def _open(self, manifest: Manifest, me: WorkerContext) -> Reader:
@@ -186,8 +186,8 @@ class Together:
         try:
             return self._prepare(version)
         except Exception as error:
-            self.peers.tell(f"{self.stage.number} failed", fault := as_instep(error))
-            raise fault from error
+            self.peers.fail(error)
+            raise as_instep(error) from error
 
     def _prepare(self, version: str) -> Manifest:
         """Everything that can be refused is refused here, in all workers alike."""
@@ -201,7 +201,7 @@ class Together:
         try:
             seconds = self.peers.timeout
             self._ask("prepare", Arrival, PrepareRequest(manifest, signature(self._listed()), lease=seconds, timeout=seconds))
-            self.peers.exchange(f"{stage.number} ready", b"")
+            self.peers.exchange("ready", b"")
         except InstepError:
             with suppress(InstepError):
                 self._ask("abort", type(None))
@@ -211,9 +211,9 @@ class Together:
     def _commit(self, version: str) -> WorkerReceipt:
         try:
             receipt = self._ask("commit", WorkerReceipt, CommitRequest(version))
-            self.peers.exchange(f"{self.stage.number} done", b"")
+            self.peers.exchange("done", b"")
         except InstepError as error:
-            self.peers.tell(f"{self.stage.number} done", error)
+            self.peers.fail(error)
             if self.receiver.state == "serving":
                 self.halved = self.receiver.version, f"not every worker has committed {version}: {error}"
             raise
@@ -225,7 +225,7 @@ class Together:
         check_metadata(metas)
         wanted = signature(metas)
         mine = self.plan.signature if self.plan and self.receiver.signature == self.plan.signature else ""
-        if any(theirs.decode() != wanted for theirs in self.peers.exchange(f"{self.stage.number} signature", mine.encode())):
+        if any(theirs.decode() != wanted for theirs in self.peers.exchange("signature", mine.encode())):
             self.plan = None
             metas, traced = self._traced(metas)
             plans = self.exchange(self.stage, "plan", traced)
@@ -291,8 +291,3 @@ class Together:
 def _check_known(stage: Stage, known: Collection[str]) -> None:
     if strange := stage.metas.keys() - set(known):
         raise PlanError(f"{listed(strange)} came alone, and was not in the last update of all weights", tensor=min(strange))
-
-
-def as_instep(error: Exception) -> InstepError:
-    """The error itself, or one of ours that says the same."""
-    return error if isinstance(error, InstepError) else ApplyError(f"{type(error).__name__}: {error}")

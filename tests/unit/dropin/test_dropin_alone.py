@@ -10,9 +10,9 @@ import torch
 from helpers.toys import ToyHost, attention
 
 from instep.dropin.complete import listed
-from instep.dropin.peers import Peers
 from instep.dropin.rounds import Rounds
 from instep.engine.memory import MemoryEngine
+from instep.engine.vllm.peers import Peers
 from instep.errors import PlanError
 from instep.receiver.state import Receiver
 from unit.dropin.test_dropin_rounds import both, send, skipping, workers

@@ -52,7 +52,7 @@ def test_a_worker_that_fails_is_heard_of_by_a_caller_that_looks_at_no_answer(ran
     with engine.joined() as group:
         update(engine, group, attention(2))
         engine.memory.hosts[rank].fail_at = 2
-        with pytest.raises(RuntimeError, match=f"worker {rank}: .*told to fail.*; the engine holds parts of two versions") as failure:
+        with pytest.raises(RuntimeError, match=f"rank {rank}: .*told to fail.*; the engine holds parts of two versions") as failure:
             update(engine, group, attention(3))
         assert state_in(str(failure.value)) == ("dirty", None)
         assert in_step(engine)

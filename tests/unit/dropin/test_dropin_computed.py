@@ -10,8 +10,8 @@ import torch
 from helpers.call_by_call import Model
 from helpers.toys import Checkpoint, ToyHost
 
-from instep.dropin.peers import Peers
 from instep.dropin.rounds import Rounds
+from instep.engine.vllm.peers import Peers
 from instep.errors import PlanError
 from instep.receiver.state import Receiver
 

@@ -166,12 +166,11 @@ def test_one_worker_that_fails_to_commit_makes_both_dirty(
 def test_a_worker_that_gets_something_else_than_the_others_ends_the_update(
     newest: Any, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within the deadline; it is named; and the next update finds the workers in step."""
+    """At once; it is named; and the next update finds the workers in step."""
     engine = Engine(newest, 2, monkeypatch)
-    engine.call("init_weight_transfer_engine", {"timeout": 0.2})
     engine.call("start_weight_update")
     engine.workers[0].weight_transfer_engine.parse_update_info = dict[str, Any]().__getitem__
-    with pytest.raises(RuntimeError, match=r"did not answer hello within 0\.2 s: nothing came from rank 0"):
+    with pytest.raises(RuntimeError, match="rank 0: TypeError"):
         engine.call("update_weights", publisher.update_info("v1"))
     del engine.workers[0].weight_transfer_engine.parse_update_info
     engine.update(publisher, "v2")
@@ -195,7 +194,7 @@ def test_a_worker_that_is_late_finds_that_the_other_gave_up(
         return bytes(handle(asked, payload))
 
     receiver.handle = late
-    with pytest.raises(RuntimeError, match=rf"did not answer {method} within 0\.3 s: nothing came from rank {rank}|from rank {1 - rank}"):
+    with pytest.raises(RuntimeError, match=rf"did not answer {method} within 0\.3 s: nothing came from rank {rank} within"):
         engine.update(publisher, "late")
     assert engine.states() == [state, state]
     receiver.handle = handle

@@ -45,6 +45,7 @@ from instep.engine.vllm.attach import attach
 from instep.engine.vllm.guard import refuse_while
 from instep.engine.vllm.parts import ANEW, Parts
 from instep.engine.vllm.peers import Peers, receiver_of, speaks
+from instep.engine.vllm.workers import Workers
 from instep.errors import ConfigError, EngineState, InstepError, SyncError, VersionConflict
 from instep.extras import needed_by
 from instep.plan.routes import check_metadata, signature
@@ -59,6 +60,9 @@ with needed_by("vLLM's weight-transfer backend"):
 
 logger = logging.getLogger("instep")
 T = TypeVar("T")
+
+CALLS_OF_A_PHASE = 1 << 16
+"""Sequence numbers of one phase, more than it makes calls: a worker that left one early is in step in the next."""
 
 SESSION = "vllm"
 """A trainer that uses the phases takes over from the one before it at once: vLLM itself lets in one update at a time."""
@@ -100,7 +104,7 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self.speaks = speaks(self.worker)
         self.staged: Manifest | None = None
         self.parts = Parts()
-        self.peers = Peers(self.worker)
+        self.peers = Peers.of(self.worker, "phases", 0.0)
         self.init_transfer_engine(InitInfo())
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | None:
@@ -112,7 +116,7 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """Lets another trainer push from here on."""
         if init_info is not None:
             self.peers.timeout = init_info.timeout
-            self.member = Member(self.peers, SESSION, init_info.timeout)
+            self.member = Member(Workers(self.worker, self.peers), SESSION, init_info.timeout)
             self._start_over()
 
     def start_weight_update(self) -> None:
@@ -156,16 +160,18 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     def _in_step(self, phase: Callable[[], None]) -> None:
         """Runs a phase in which workers ask each other. Raises `SyncError` if the phase failed
         or was late in another worker."""
-        self.member.seq = self.peers.next_phase()
+        self.member.seq = CALLS_OF_A_PHASE * self.peers.begin()
         try:
             phase()
         except Exception as error:
-            self.peers.tell_end(str(error))
+            self.peers.fail(error)
             raise
-        if elsewhere := self.peers.tell_end(None):
+        try:
+            self.peers.exchange("end", b"")
+        except InstepError as elsewhere:
             if self.member.serving == "new":
-                asyncio.run(self.member.condemn(elsewhere))
-            raise SyncError(f"{self.peers.name}: {elsewhere}")
+                asyncio.run(self.member.condemn(elsewhere.args[0]))
+            raise SyncError(f"{self.member.name}: {elsewhere.args[0]}") from elsewhere
 
     def _dirty(self) -> str | None:
         receiver = receiver_of(self.worker)
@@ -173,7 +179,7 @@ class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def _state(self) -> EngineState:
         receiver = receiver_of(self.worker)
-        return EngineState(self.peers.name, "dirty" if self._dirty() else "old", receiver.version if receiver is not None else None)
+        return EngineState(self.member.name, "dirty" if self._dirty() else "old", receiver.version if receiver is not None else None)
 
     def _unstage(self) -> None:
         self.staged, self.parts = None, Parts()

@@ -1,20 +1,25 @@
-"""The workers of one engine as one of them sees them: they answer each other without their
-trainer."""
+"""The workers of one engine as one of them sees them: each says what it knows, and all come to one
+end, without their trainer."""
 
 from __future__ import annotations
 
-from concurrent.futures import wait
-from datetime import timedelta
+import time
 from typing import Any
 
-import torch
+import msgspec
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from instep.engine import CachePolicy
-from instep.protocol import Arrival, Method, Reply, Request, decode
+from instep.errors import ApplyError, InstepError, TransportError, by_name
+from instep.protocol import Fault
 from instep.receiver.state import Receiver
 
-CALLS_OF_A_PHASE = 1 << 16
-"""Sequence numbers of one phase: more than it makes calls."""
+ALL = "all"
+SOON, SELDOM = 0.0002, 0.005
+"""Seconds between two looks for what the others say: a hundredth of the wait so far, within these."""
+
+
+class Silent(TransportError):
+    """Workers did not say anything before the deadline."""
 
 
 def receiver_of(worker: Any) -> Receiver | None:
@@ -32,103 +37,131 @@ def speaks(worker: Any) -> bool:
 
 
 class Peers:
-    """All workers as an `Engine`. A call runs in this worker, and returns the replies of all.
+    """Worker `rank` among the `size` workers of an engine.
 
     What is said goes through the store that vLLM's process group was built on. No collective: one that is cut short by a deadline leaves
-    its group unusable, and vLLM needs it. `timeout` in seconds.
+    its group unusable, and vLLM needs it. All workers begin the same series of exchanges, one after the other.
+
+    store: may be None where there is one worker. timeout: seconds that a worker waits for the others.
     """
 
-    name = "vllm"
+    def __init__(self, rank: int, size: int, store: Any, timeout: float) -> None:
+        self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
+        self.series = 0
+        self.said: list[tuple[int, str]] = []  # the series and the key
 
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        self.rank: int = worker.rank
-        self.size: int = worker.vllm_config.parallel_config.world_size
-        self.store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        self.first = 0
+    @classmethod
+    def of(cls, worker: Any, purpose: str, timeout: float) -> Peers:
+        """Returns the peers of a vLLM worker. Those with different purposes do not hear each other."""
+        size: int = worker.vllm_config.parallel_config.world_size
+        if size == 1:
+            return cls(0, 1, None, timeout)
+        first = torch_rank() - worker.rank  # engines that run in parallel may share one store
+        return cls(worker.rank, size, PrefixStore(f"instep {first} {purpose}", default_store()), timeout)
+
+    def begin(self) -> int:
+        """Begins the next series of exchanges, and returns its number. A worker that left the one
+        before early is in step again."""
+        self.series += 1
+        while self.said and self.said[0][0] < self.series - 1:  # nobody asks for it any more
+            self.store.delete_key(self.said.pop(0)[1])
+        return self.series
+
+    def exchange(self, topic: str, mine: bytes) -> list[bytes]:
+        """Returns what every worker says about a topic, in the order of ranks. A topic comes once
+        in a series.
+
+        Raises `Silent` where a worker says nothing until the deadline: then in every worker that comes to this topic. Raises the error of
+        a worker that has failed in this series and never comes to it.
+        """
+        if self.size == 1:
+            return [mine]
+        keys = [f"{self.series} {topic} {rank}" for rank in range(self.size)]
+        self._say(keys[self.rank], mine)
+        started = time.monotonic()
+        while not self.store.check(keys):
+            self._raise_failure()
+            waited = time.monotonic() - started
+            if waited > self.timeout:
+                self._settle(topic, self._missing(keys))
+                break
+            time.sleep(min(max(SOON, waited / 100), SELDOM))
+        else:
+            self._settle(topic, ALL)
+        return [self.store.get(key) for key in keys]
+
+    def fail(self, error: Exception) -> None:
+        """Tells the others that this worker goes no further in this series. The first to say that
+        is heard."""
         if self.size > 1:
-            self.store = torch.distributed.distributed_c10d._get_default_store()
-            self.first = torch.distributed.get_rank() - self.rank  # engines that run in parallel may share one store
-        self.timeout = 0.0
-        self.phase = 0
-        self.posted: list[str] = []
-        self.left: list[str] = []  # what this worker posted in phases that some worker may not have ended yet
+            key, text = f"{self.series} failed", f"{self.rank} " + _text(error)
+            if self.store.compare_set(key, "", text).decode() == text:
+                self.said.append((self.series, key))
 
-    async def call(self, method: Method, payload: bytes) -> list[bytes]:
-        """Runs a call. Raises `TimeoutError` if a worker does not answer, or has not proved its
-        bytes in time."""
-        receiver = receiver_of(self.worker)
-        if method == "ready" and receiver is not None and receiver.prepared is not None:
-            wait([receiver.prepared.arrival], self.timeout)
-        key = str(decode(payload, Request).seq)
-        self._post(key, self.worker.instep_call(method, payload))
-        answers = self._gather(key)
-        if method == "ready":
-            replies = [decode(answer, Reply) for answer in answers]
-            late = [reply.rank for reply in replies if reply.fault is None and not decode(reply.body, Arrival).done]
-            if late:
-                raise TimeoutError(f"rank {_listed(late)} is still proving the bytes")
-        return answers
+    def end(self, error: InstepError | None) -> InstepError | None:
+        """Tells how a call of all workers ended in this one: a series of its own. Returns the
+        first error of all, in the order of ranks.
 
-    def next_phase(self) -> int:
-        """Begins a phase. Returns the number before that of its first call. Each phase numbers
-        its calls anew, so that a worker that left one early is in step in the next."""
-        self.phase += 1
-        self.left, self.posted = self.left + self.posted, []
-        return CALLS_OF_A_PHASE * self.phase
-
-    def tell_end(self, failure: str | None) -> str | None:
-        """Tells the others how the phase has ended in this worker. If it ended well here,
-        returns what has failed in another, or None."""
-        key = f"end-{self.phase}"
-        self._post(key, (failure or "").encode(errors="replace"))
-        if failure is not None:
-            return None
+        An error of another worker begins with its rank. A worker that is silent until the deadline is an error too.
+        """
+        if self.size == 1:
+            return error
+        self.begin()
         try:
-            ends = self._gather(key)
-        except TimeoutError as error:
-            return str(error)
-        return next((f"rank {rank} failed: {end.decode()}" for rank, end in enumerate(ends) if end), None)
+            ends = self.exchange("end", b"" if error is None else _text(error).encode())
+        except Silent as silent:
+            return error or silent
+        faults = [(rank, end.decode()) for rank, end in enumerate(ends) if end]
+        return next((error if rank == self.rank else _error(rank, text) for rank, text in faults), None)
 
-    def _post(self, key: str, value: bytes) -> None:
-        address = self._address(key, self.rank)
-        self.store.set(address, value)
-        self.posted.append(address)
+    def _settle(self, topic: str, outcome: str) -> None:
+        """Agrees whether all have come to a topic, in one step of the store: whoever sees all words
+        and whoever gives up at the same moment go the same way."""
+        key = f"{self.series} {topic} settled"
+        if self.rank == 0:
+            self.said.append((self.series, key))
+        if (found := self.store.compare_set(key, "", outcome).decode()) != ALL:
+            raise Silent(found)
 
-    def _gather(self, key: str) -> list[bytes]:
-        """Returns what each worker has posted, in the order of ranks."""
-        addresses = [self._address(key, rank) for rank in range(self.size)]
-        try:
-            self.store.wait(addresses, timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            missing = [rank for rank, address in enumerate(addresses) if not self.store.check([address])]
-            raise TimeoutError(f"nothing came from rank {_listed(missing)}") from error
-        found: list[bytes] = [self.store.get(address) for address in addresses]
-        while self.left:  # all workers have come to this phase
-            self.store.delete_key(self.left.pop())
-        return found
+    def _missing(self, keys: list[str]) -> str:
+        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        return f"nothing came from rank {', '.join(map(str, missing))} within {self.timeout:g} s"
 
-    def _address(self, key: str, rank: int) -> str:
-        return f"instep/{self.first + rank}/{key}"
+    def _raise_failure(self) -> None:
+        if self.store.check([key := f"{self.series} failed"]):
+            rank, _, text = self.store.get(key).decode().partition(" ")
+            raise _error(int(rank), text)
 
-    async def pause(self, caches: CachePolicy) -> None:
-        """Does nothing: no engine step runs during a phase. The caller clears caches, with
-        `pause_generation(clear_cache=True)` or `reset_prefix_cache()`."""
-
-    async def resume(self) -> None:
-        pass
-
-    async def label(self, version: str) -> None:
-        """Does nothing: the caller sets the label with `finish_weight_update(weight_version)`."""
-
-    async def score(self, token_ids: list[int]) -> list[float]:
-        raise NotImplementedError
-
-    async def refuse(self, reason: str | None) -> None:
-        receiver = receiver_of(self.worker)
-        if reason is not None and receiver is not None:
-            receiver.condemn(reason)
+    def _say(self, key: str, word: bytes) -> None:
+        self.said.append((self.series, key))
+        self.store.set(key, word)
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+def as_instep(error: Exception) -> InstepError:
+    """Returns the error itself, or one of ours that says the same."""
+    return error if isinstance(error, InstepError) else ApplyError(f"{type(error).__name__}: {error}")
+
+
+def default_store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def torch_rank() -> int:
+    from torch.distributed import get_rank
+
+    return get_rank()
+
+
+def _text(error: Exception) -> str:
+    """Encodes an error as text: what `compare_set` takes."""
+    one = as_instep(error)
+    message = str(one.args[0]).encode(errors="replace").decode()  # a lone surrogate has no place in JSON
+    kind = next(cls.__name__ for cls in type(one).__mro__ if by_name(cls.__name__) is cls)  # one that others know
+    return msgspec.json.encode(Fault(kind, message, one.tensor, vars(one).get("next_step"))).decode()
+
+
+def _error(rank: int, text: str) -> InstepError:
+    fault = msgspec.json.decode(text, type=Fault)
+    return by_name(fault.kind)(f"rank {rank}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)
