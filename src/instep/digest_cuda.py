@@ -5,7 +5,7 @@ One kernel launch works through a table of rows (`plan/rows.py`). A program take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -107,6 +107,16 @@ class Table:
         """Waits for the GPU. Returns the sum of each slot, and whether the slot has a number
         that is not finite."""
         return results(self.sums)
+
+
+def mark(device: torch.device) -> Callable[[], bool]:
+    """Returns a function that tells whether the device has finished the work that is in the current
+    stream now. On a CPU work is done when it returns."""
+    if device.type != "cuda":
+        return lambda: True
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    return done.query
 
 
 def totals(sums: torch.Tensor) -> Words:

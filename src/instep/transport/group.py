@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp  # type: ignore[attr-defined]
 
+from instep.digest_cuda import mark
 from instep.errors import TransportError
 from instep.transport.store import GAVE_UP, address_towards, first_line, tell
 
@@ -159,11 +160,7 @@ class Group:
     def mark(self) -> Callable[[], bool]:
         """Returns a function that tells whether the device has finished the work that is in the
         current stream now."""
-        if self.device.type != "cuda":
-            return lambda: True
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self.device))
-        return done.query
+        return mark(self.device)
 
     def settle(self, mark: Callable[[], bool] | None = None) -> None:
         """Waits until the device has finished the work in the current stream, or the work before

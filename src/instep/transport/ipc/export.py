@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import torch
 from msgspec import structs
 
-from instep.digest_cuda import Table, run_of
+from instep.digest_cuda import Table, mark, run_of
 from instep.errors import TransportError
 from instep.plan.rows import of_place
 from instep.protocol import Location, Place, TensorMeta, encode
@@ -36,6 +36,7 @@ class Exposed:
     launches: how often the parts were summed up. The same number is the first word of a board on
     the GPU, written after the sums of that launch, which follow in the order of `offer.places`.
     Workers that map the parts can read the board, so none has to wait for this process.
+    summed: tells whether the last launch has ended.
 
     known: handles of allocations, by base address. Raises `TransportError` where memory cannot be shared.
     """
@@ -47,8 +48,8 @@ class Exposed:
             self.board = torch.zeros(1 + 2 * slots, dtype=torch.int64, device=device)
             self.mark, sums = self.board[:1], self.board[1:]
             self.memories = [part.memory for part in parts]
-            self.addresses = list(map(torch.Tensor.data_ptr, self.memories))
-            bases = {address: driver.allocation(address)[0] for address in dict.fromkeys((self.board.data_ptr(), *self.addresses))}
+            addresses = dict.fromkeys((self.board.data_ptr(), *map(torch.Tensor.data_ptr, self.memories)))
+            bases = {address: driver.allocation(address)[0] for address in addresses}
             self.handles = {base: known.get(base) or _handle(base) for base in bases.values()}
         order = {base: index for index, base in enumerate(self.handles)}
         places: dict[str, list[Place]] = {}
@@ -63,11 +64,18 @@ class Exposed:
         self.board_at = order[base], self.board.data_ptr() - base
         self.table = Table(runs, slots, device, copy=False, sums=sums)
         self.device = device
+        self.summed: Callable[[], bool] = lambda: True
+        storages = map(torch.Tensor.untyped_storage, self.memories)
+        self.storages = list({storage._cdata: storage for storage in storages}.values())  # a few hundred hold 19,000 tensors of experts
+        self.addresses = self._addresses()
 
     def stay(self) -> bool:
         """Tells whether the parts still have their memory. A trainer that offloads may free a
         tensor's storage while the tensor lives."""
-        return list(map(torch.Tensor.data_ptr, self.memories)) == self.addresses
+        return self._addresses() == self.addresses
+
+    def _addresses(self) -> list[int]:
+        return [storage.data_ptr() for storage in self.storages]
 
     def launch(self) -> None:
         """Waits for the trainer's work before any worker reads, then starts to sum up the very
@@ -76,6 +84,7 @@ class Exposed:
         self.table.launch()
         self.launches += 1
         self.mark.fill_(self.launches)  # an assignment would wait for the kernel
+        self.summed = mark(self.device)
 
     def result(self) -> dict[str, tuple[int, bool]]:
         """Waits for the sums. Returns for each tensor the sum over its parts, without the seed, and

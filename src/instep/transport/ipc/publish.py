@@ -7,6 +7,7 @@ made once for each allocation of the trainer and opened once by each worker; the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from instep.transport.parts import place_of, whole
 T = TypeVar("T")
 AHEAD = 0.001
 """Seconds that a request needs to be sent: the threads that send it need the GIL."""
+PATIENCE = 1.0
+"""Seconds to wait for the trainer's own sums before engines are asked to commit. 61 GB take 0.016 on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,20 @@ class IpcTransport(Pull):
 
     @asynccontextmanager
     async def serving(self, step: str) -> AsyncIterator[Sending]:
-        yield Beside(self._look_at_sums) if step == "commit" else self
+        if step != "commit":
+            yield self
+            return
+        await self._wait_for_sums()
+        yield Beside(self._look_at_sums)
+
+    async def _wait_for_sums(self) -> None:
+        """Waits for the sums of what was published. Workers pull nothing before, so an engine
+        that is paused earlier would stand still for as long. Workers wait with a deadline, so this
+        wait may end without the sums."""
+        assert self.layout is not None
+        summed, started = self.layout.exposed.summed, time.monotonic()
+        while not summed() and time.monotonic() - started < PATIENCE:  # noqa: ASYNC110 - a GPU sets no event of asyncio
+            await asyncio.sleep(0)
 
     def _look_at_sums(self) -> Published:
         if self.summed is None:

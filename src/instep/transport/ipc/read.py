@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class IpcReader(Remote):
         self.device, self.timeout = current_gpu(), me.timeout
         self.fetches = self.device not in WARM
         self.location = manifest.location
-        self.metas = {meta.name: meta for meta in manifest.tensors}
+        self.listed = manifest.tensors
         if new := [handle for handle in self.location.handles if handle not in OPENED]:
             torch.cuda.synchronize(self.device)  # makes the context current before the driver is called
             for handle in new:
@@ -52,6 +53,10 @@ class IpcReader(Remote):
         self.bases = [OPENED[handle] for handle in self.location.handles]
         self.pulled: dict[str, torch.Tensor] = {}
         self.read = b""  # the trainer's sums, once they are complete
+
+    @cached_property
+    def metas(self) -> Mapping[str, TensorMeta]:
+        return {meta.name: meta for meta in self.listed}
 
     def places(self, meta: TensorMeta) -> list[Rows]:
         """Returns where the parts of a tensor are mapped in this process, in words of 8 bytes."""
