@@ -268,9 +268,9 @@ class WorkerReceipt(msgspec.Struct, frozen=True):
 
     rank: int
     seconds: dict[str, float]
-    direct: list[str]  # layers whose regions were copied straight into live storage
+    direct: list[str]  # layers whose regions are copied straight into live storage from now on
     rebuilt: list[str]  # layers made anew from copied regions by the engine's own hook
-    reload: dict[str, str]  # layers that went through the engine's reload session, and why
+    reload: dict[str, str]  # layers that stay with the engine's reload session, and why
     read_back: int
     wholes: dict[str, int] = {}
     parts: dict[str, dict[int, int]] = {}

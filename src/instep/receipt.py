@@ -15,8 +15,10 @@ class EngineReceipt:
     """One engine that serves the new version.
 
     pause, apply: seconds without generation, and of them in the slowest worker's loader.
-    direct: layers copied straight into live storage. rebuilt: layers made anew from copied regions by the engine's own hook.
-    reload: layers that took the engine's reload session, and why.
+    direct: layers whose regions are copied straight into live storage, in every worker that has them.
+    rebuilt: layers made anew from copied regions by the engine's own hook.
+    reload: layers that take the engine's reload session, and why. These three say what the next push does:
+        the first one gives every layer to the session, and shows which may leave it.
     read_back: tensors compared bit for bit in the engine's own storage, in the worker that has least of them.
     unproved: layers of which that cannot be done, and why: the engine's own loader was given the right
         bytes, and what it made of them is taken on trust.
@@ -38,7 +40,10 @@ class EngineReceipt:
     @classmethod
     def of(cls, engine: str, pause: float, workers: Sequence[WorkerReceipt]) -> EngineReceipt:
         slowest = max(workers, key=lambda worker: worker.seconds["apply"])
-        ways = tuple(slowest.direct), tuple(slowest.rebuilt), slowest.reload
+        reload = {layer: why for worker in workers for layer, why in worker.reload.items()}
+        rebuilt = {layer for worker in workers for layer in worker.rebuilt} - reload.keys()
+        direct = {layer for worker in workers for layer in worker.direct} - reload.keys() - rebuilt
+        ways = tuple(sorted(direct)), tuple(sorted(rebuilt)), dict(sorted(reload.items()))
         unproved = {layer: why for worker in workers for layer, why in worker.unproved.items()}
         read_back, compared = min(worker.read_back for worker in workers), min(worker.compared for worker in workers)
         initial = slowest.seconds.get("initial", 0.0)

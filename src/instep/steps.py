@@ -75,7 +75,8 @@ class Push(Account):
         session.transport.begin()
 
     def describe(self, *, begun: bool) -> Look:
-        """Looks at the source's tensors, and notes their list in the session. begun: whether the transport knows that a push begins.
+        """Refuses a version that was pushed before, then looks at the source's tensors and notes
+        their list in the session. begun: whether the transport knows that a push begins.
 
         Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense, and `SourceError` for a
         source that cannot be read.

@@ -15,10 +15,11 @@ import torch
 from instep.digest import CHUNK, digest
 from instep.errors import SourceError, TransportError
 from instep.protocol import ITEM_BYTES, Location, Manifest, TensorMeta
-from instep.transport import Published, WorkerContext
+from instep.transport import Published
+from instep.transport.reader import WorkerContext
+from instep.transport.registry import open_location
 from instep.transport.shm import segment as shm
 from instep.transport.shm.publish import ShmTransport
-from instep.transport.ways import open_location
 
 Values = list[tuple[str, torch.Tensor]]
 ME = WorkerContext("worker", 5.0)

@@ -19,11 +19,11 @@ from msgspec import structs
 from instep import MemoryEngine, WeightSync
 from instep.errors import EngineTimeout, TransportError
 from instep.protocol import Manifest
-from instep.transport import WorkerContext
 from instep.transport.http import publish as transport_http
 from instep.transport.http import read as http_reader
 from instep.transport.http.publish import HttpTransport
 from instep.transport.http.read import HttpReader
+from instep.transport.reader import WorkerContext
 
 SIZE = 1 << 20
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from instep.protocol import Manifest, TensorMeta, encode
-from instep.transport import WorkerContext
+from instep.transport.reader import WorkerContext
+from instep.transport.registry import open_location
 from instep.transport.shm import segment as shm
 from instep.transport.shm.publish import ShmTransport
-from instep.transport.ways import open_location
 
 META = TensorMeta("w", "float32", (4,))
 ME = WorkerContext("worker", 5.0)
@@ -26,10 +26,10 @@ import json, os, signal, sys, traceback
 from pathlib import Path
 import torch
 from instep.protocol import Manifest, TensorMeta, decode
-from instep.transport import WorkerContext
+from instep.transport.reader import WorkerContext
 from instep.transport.shm import segment as shm
 from instep.transport.shm.publish import ShmTransport
-from instep.transport.ways import open_location
+from instep.transport.registry import open_location
 
 folder, manifest = Path(sys.argv[1]), decode(bytes.fromhex(sys.argv[2]), Manifest)
 shm.directory = lambda: folder

@@ -44,7 +44,7 @@ from instep.receiver.readback import read_back
 from instep.receiver.state import Receiver
 from instep.receiver.trace import trace
 from instep.receiver.watcher import layer_of
-from instep.transport import Reader, Visible, WorkerContext
+from instep.transport.reader import Reader, Visible, WorkerContext
 
 T = TypeVar("T")
 First = Callable[[], Iterable[tuple[str, torch.Tensor]]]

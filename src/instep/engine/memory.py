@@ -31,8 +31,8 @@ from instep.engine.memory_host import MemoryHost
 from instep.errors import ConfigError, EngineLost
 from instep.protocol import Manifest, Method
 from instep.receiver.state import Receiver
-from instep.transport import Reader, WorkerContext
-from instep.transport.ways import open_location
+from instep.transport.reader import Reader, WorkerContext
+from instep.transport.registry import open_location
 
 Point = Literal["hello", "trace", "prepare", "ready", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
 Kind = Literal["error", "hang", "die"]

@@ -10,7 +10,7 @@
     cuda_compare.py  whether live storage holds what routes bring, by sums
     readback.py what is in live storage, to compare with a checkpoint
     adapter.py  a LoRA adapter as a host of its own
-    state.py    the nine calls (hello, trace, prepare, ready, commit, accept, abort, status, digest) and the state between them
+    state.py    the calls (`protocol.Method`), and the state between them
 
 An engine joins by giving its worker a `Host`.
 """

@@ -28,7 +28,7 @@ from instep.receiver.pull import Puller
 from instep.receiver.regions import Tensors, copy_regions, holds
 from instep.receiver.stream import Streamed
 from instep.receiver.strips import RouteStrips
-from instep.transport import Passing, Reader, Remote, Visible
+from instep.transport.reader import Passing, Reader, Remote, Visible
 
 
 @dataclass(frozen=True, slots=True)

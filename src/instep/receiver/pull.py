@@ -18,7 +18,7 @@ from instep.plan.rows import Rows, common, rows_of
 from instep.protocol import ITEM_BYTES, Region, Route, TensorMeta, dtype_name
 from instep.receiver.copies import Copies
 from instep.receiver.regions import copy_regions
-from instep.transport import Remote
+from instep.transport.reader import Remote
 
 Parts = dict[str, dict[int, int]]
 """Sums of regions of tensors, by name and number."""

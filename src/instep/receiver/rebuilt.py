@@ -3,6 +3,7 @@ the very same layer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,23 +27,49 @@ def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
     candidates = [layer for layer, reason in applier.reload.items() if reason.endswith(DERIVED) and _rebuildable(applier, layer)]
     if not candidates:
         return
+    trial = _Trial(candidates)
     made, before = applier.look(), {layer: _computes(applier, layer) for layer in candidates}
-    same = {layer for layer in candidates if before[layer] is not None}
-    same = {layer for layer in same if _rebuilt(applier, layer, Lazy(tensors, torch.zeros_like))}
-    applier.host.refresh()
+    trial.fail("it cannot be run alone", [layer for layer in candidates if before[layer] is None])
+    trial.rebuild(applier, Lazy(tensors, torch.zeros_like))
     of_zeros = applier.look()
-    same = {layer for layer in same if all(of_zeros.followed(made, place) for place in applier.derived[layer])}
-    same = {layer for layer in same if not _equal(before[layer], _computes(applier, layer))}
-    same = {layer for layer in same if _rebuilt(applier, layer, tensors)}
-    applier.host.refresh()
-    same = {layer for layer in same if _equal(before[layer], _computes(applier, layer))}
-    if len(same) < len(candidates):  # the session's result is right: restore it
-        for layer in (set(candidates) - same) & applier.routes.keys():  # a layer without routes keeps its reason
-            applier.reload[layer] = "it is not the same when it is rebuilt"
+    for layer in trial.left():
+        if stuck := [place[1] for place in applier.derived[layer] if not of_zeros.followed(made, place)]:
+            trial.fail(f"{min(stuck)} stays as it is when the layer is rebuilt from zeros", [layer])
+    unmoved = [layer for layer in trial.left() if _equal(before[layer], _computes(applier, layer))]
+    trial.fail("it computes the same when it is rebuilt from zeros", unmoved)
+    trial.rebuild(applier, tensors)
+    different = [layer for layer in trial.left() if not _equal(before[layer], _computes(applier, layer))]
+    trial.fail("it does not compute the same when it is rebuilt", different)
+    if trial.failed:  # the session's result is right: restore it
+        for layer in trial.failed.keys() & applier.routes.keys():  # a layer without routes keeps its reason
+            applier.reload[layer] += f"; {trial.failed[layer]}"
         applier.session(tensors)
-    for layer in same:
+    for layer in trial.left():
         applier.rebuild.add(layer)
         del applier.reload[layer]
+
+
+class _Trial:
+    """Layers that may be promoted. failed: why those that may not cannot be rebuilt."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.layers = layers
+        self.failed: dict[str, str] = {}
+
+    def left(self) -> list[str]:
+        return [layer for layer in self.layers if layer not in self.failed]
+
+    def fail(self, why: str, layers: Iterable[str]) -> None:
+        for layer in layers:
+            self.failed.setdefault(layer, why)
+
+    def rebuild(self, applier: Applier, source: Tensors) -> None:
+        for layer in self.left():
+            try:
+                applier.rebuild_layer(layer, source)
+            except Exception as error:  # the next session repairs the layer
+                self.fail(f"rebuilding it raised {type(error).__name__}: {error}", [layer])
+        applier.host.refresh()
 
 
 def _rebuildable(applier: Applier, layer: str) -> bool:
@@ -52,15 +79,6 @@ def _rebuildable(applier: Applier, layer: str) -> bool:
     routed = sum(route.target.numel for route in applier.routes[layer] if route.tensor is not None) if layer in applier.routes else 0
     needed = sum(Region(0, param.shape, ()).numel for param in params if param.spare == 0)
     return applier.host.rebuilds(layer) and routed == needed and not any(param.spare for param in params if layer in applier.routes)
-
-
-def _rebuilt(applier: Applier, layer: str, source: Tensors) -> bool:
-    """Rebuilds a layer. Returns whether the engine's hook succeeded."""
-    try:
-        applier.rebuild_layer(layer, source)
-    except Exception:  # the next session repairs the layer
-        return False
-    return True
 
 
 def _computes(applier: Applier, layer: str) -> torch.Tensor | None:

@@ -56,8 +56,9 @@ from instep.receiver.readback import held
 from instep.receiver.request import Expected, Lists
 from instep.receiver.served import Serves, Taken
 from instep.receiver.trace import trace
-from instep.transport import Reader, Visible, WorkerContext, host, uuid_of
-from instep.transport.ways import open_location
+from instep.transport import host, uuid_of
+from instep.transport.reader import Reader, Visible, WorkerContext
+from instep.transport.registry import open_location
 
 METHODS = get_args(Method)
 WRITES = ("trace", "reserve", "prepare", "commit", "accept")

@@ -23,7 +23,7 @@ from instep.receiver.proof import Proof, check_places
 from instep.receiver.pull import Parts, moves
 from instep.receiver.regions import copy_regions
 from instep.receiver.streamed import Passed, StreamedStateDict
-from instep.transport import Passing
+from instep.transport.reader import Passing
 
 
 def cut_run(run: Run, low: int, high: int, base: int) -> Iterator[Run]:

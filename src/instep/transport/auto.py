@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from instep.errors import TransportError
+from instep.errors import ConfigError, TransportError
 from instep.protocol import Identity, TensorMeta
 from instep.transport import Published, Transport
-from instep.transport.ways import TRANSPORTS
+from instep.transport.registry import TRANSPORTS
 
 logger = logging.getLogger("instep")
 
@@ -45,12 +45,14 @@ class AutoTransport:
     fastest to the most general.
 
     only: the name of one candidate, or `auto`. every: the candidates by name; by default those of a
-    trainer in one process.
+    trainer in one process. Raises `ConfigError` where none of them has that name.
     """
 
     def __init__(self, only: str, timeout: float, every: Mapping[str, Transport] | None = None) -> None:
         every = every or {name: ends.publish(timeout) for name, ends in TRANSPORTS.items()}
         self.candidates = {name: every[name] for name in every if only in ("auto", name)}
+        if not self.candidates:
+            raise ConfigError(f"this trainer has no transport {only!r}", next_step=f"one of auto, {', '.join(every)}")
         self.refused: dict[str, _Refused] = {}
         self.left_out: set[str] = set()  # in this push
         self.used: Transport | None = None

@@ -1,4 +1,5 @@
-"""A source copied into one run of bytes, and read again to prove that the copy is of one moment (see `again.py`)."""
+"""A source copied into one run of bytes, and read again to prove that the copy is of one moment
+(see `again.py`)."""
 
 from __future__ import annotations
 
@@ -27,17 +28,20 @@ BACKLOG = 64  # chunks waiting to be copied: a source that makes its tensors on 
 
 
 class Copier:
-    """Copies one version of a source after the other into runs of bytes. It knows where the last one's tensors lay."""
+    """Copies one version of a source after the other into runs of bytes. It knows where the last
+    one's tensors lay."""
 
     def __init__(self, pool: Executor) -> None:
         self.pool = pool
         self.known: Addresses | None = None
 
     def copied(self, view: Bytes, tensors: Sequence[TensorMeta], values: Placed) -> Result:
-        """Copies every value to its place in `view` (`plan.packed`), cast to the dtype of its description, zeros up to the next.
+        """Copies every value to its place in `view` (`plan.packed`; `Location.packed` must be set),
+        cast to its description's dtype, zeros up to the next.
 
-        Returns digests, and names of tensors that are not finite, of the copies. Raises `SourceError` where a value is not the one that
-        is described, and where the second read finds other bytes. No thread of the pool writes to `view` any more afterwards.
+        Returns digests, and names of tensors that are not finite, of the copies. Raises
+        `SourceError` where a value is not the one that is described, and where the second read
+        finds other bytes. No thread of the pool writes to `view` any more afterwards.
         """
         copy, known = _Copy(view, tensors, self.pool), self.known
         self.known = None
@@ -182,7 +186,8 @@ class _Copy:
         self.sums[here], self.flags[here] = block_sums(room), all_flags(room, strips[0].meta.dtype)
 
     def _compare(self, strips: Sequence[_Strip]) -> None:
-        """Raises `SourceError` naming the first tensor whose bytes are not those that were copied."""
+        """Raises `SourceError` naming the first tensor whose bytes are not those that were
+        copied."""
         at = self.view.ctypes.data
         for strip in strips:
             if strip.data is not None and not _equal(at + strip.low, strip.data):
@@ -190,8 +195,8 @@ class _Copy:
 
 
 class _Strip(NamedTuple):
-    """Bytes `low` to `high` of the run, which belong to one tensor. data: what to copy or cast there;
-    None where the bytes are there already."""
+    """Bytes `low` to `high` of the run, which belong to one tensor. data: what to copy or cast
+    there; None where the bytes are there already."""
 
     meta: TensorMeta
     low: int
@@ -254,8 +259,8 @@ def _lying(meta: TensorMeta, value: torch.Tensor) -> Bytes | Cast | None:
 
 
 def _pieces(meta: TensorMeta, value: torch.Tensor) -> Iterator[tuple[int, Bytes | Cast]]:
-    """Yields a value's elements, each piece with its offset in bytes. What does not lie in host memory
-    in order is moved there and cast piece by piece."""
+    """Yields a value's elements, each piece with its offset in bytes. What does not lie in host
+    memory in order is moved there and cast piece by piece."""
     data = _lying(meta, value)
     if data is not None:
         yield from _chunked(data)

@@ -15,7 +15,7 @@ from instep.digest import Bytes
 from instep.errors import TransportError
 from instep.plan.packed import packed
 from instep.protocol import Manifest, TensorMeta
-from instep.transport import Visible, WorkerContext
+from instep.transport.reader import Visible, WorkerContext
 
 
 class Mapped(Visible):

@@ -18,8 +18,8 @@ from instep.engine.vllm.publisher import WeightPublisher
 from instep.errors import ConfigError, PlanError, SourceError
 from instep.protocol import Manifest, decode
 from instep.source.module import MappingSource
-from instep.transport import WorkerContext
-from instep.transport.ways import open_location
+from instep.transport.reader import WorkerContext
+from instep.transport.registry import open_location
 
 
 def manifest(update_info: dict[str, Any]) -> Manifest:

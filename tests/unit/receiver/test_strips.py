@@ -18,7 +18,7 @@ from instep.receiver import regions
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import Seen
 from instep.receiver.lazy import Lazy
-from instep.transport import Visible
+from instep.transport.reader import Visible
 
 SHAPES = {"turned": (64, 2), "left": (8, 4), "right": (8, 4), "large": (1 << 15,), "wide": (3,)}
 

@@ -17,8 +17,8 @@ from instep.errors import DigestMismatch
 from instep.plan import packed as places
 from instep.plan.buckets import layout
 from instep.protocol import Manifest, TensorMeta, dtype_name
-from instep.transport import WorkerContext
-from instep.transport.ways import open_location
+from instep.transport.reader import WorkerContext
+from instep.transport.registry import open_location
 
 BIG = {name: torch.randn(200, 300) for name in ("a.weight", "b.weight", "c.weight")}
 """Eight blocks each."""

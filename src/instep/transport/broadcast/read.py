@@ -13,10 +13,10 @@ from instep.digest_cuda import warm_up
 from instep.errors import TransportError
 from instep.plan.buckets import buckets
 from instep.protocol import Location, Manifest, TensorMeta
-from instep.transport import Passing, WorkerContext
 from instep.transport.bucket_digests import HostTally
 from instep.transport.group import Group
 from instep.transport.mapped import Staged
+from instep.transport.reader import Passing, WorkerContext
 from instep.transport.store import find
 
 

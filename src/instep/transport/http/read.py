@@ -12,8 +12,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 
 from instep.errors import TransportError
 from instep.protocol import Manifest, TensorMeta
-from instep.transport import WorkerContext
 from instep.transport.mapped import Staged
+from instep.transport.reader import WorkerContext
 
 ADDRESS = re.compile(r"([\w.:-]+)@(\d{1,5})@([0-9a-f]{32})")
 CHUNK = 1 << 20

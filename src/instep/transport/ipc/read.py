@@ -14,8 +14,8 @@ from instep.digest_cuda import Table, run_of, warm_up
 from instep.errors import TransportError
 from instep.plan.rows import Rows, common, contiguous, of_place
 from instep.protocol import Manifest, TensorMeta
-from instep.transport import Remote, WorkerContext
 from instep.transport.ipc import driver
+from instep.transport.reader import Remote, WorkerContext
 
 LOOK = 0.00002
 """Seconds between two looks at a trainer's board."""

@@ -7,8 +7,8 @@ import stat
 
 from instep.errors import TransportError
 from instep.protocol import Manifest, TensorMeta
-from instep.transport import WorkerContext
 from instep.transport.mapped import Mapped
+from instep.transport.reader import WorkerContext
 from instep.transport.shm import segment
 
 

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from instep.errors import TransportError
 from instep.protocol import Manifest
-from instep.transport import Reader, Transport, WorkerContext
+from instep.transport import Transport
 from instep.transport.broadcast.publish import BroadcastTransport
 from instep.transport.broadcast.read import StagedReader, StreamReader
 from instep.transport.http.publish import HttpTransport
 from instep.transport.http.read import HttpReader
 from instep.transport.ipc.publish import IpcTransport
 from instep.transport.ipc.read import IpcReader
+from instep.transport.reader import Reader, WorkerContext
 from instep.transport.shm.publish import ShmTransport
 from instep.transport.shm.read import ShmReader
 
