@@ -237,8 +237,12 @@ class Remote(Reader):
         returns it."""
 
     @abstractmethod
+    def tensors(self, metas: Sequence[TensorMeta]) -> Iterator[torch.Tensor]:
+        """Yields what `tensor` returns for each, with one copy for many of them."""
+
+    @abstractmethod
     def sums(self) -> dict[str, int]:
-        """Waits for the copies that `tensor` has started and returns their sums, by tensor."""
+        """Waits for the copies that `tensor` and `tensors` have started and returns their sums, by tensor."""
 
 
 class Passing(Reader):
