@@ -233,8 +233,7 @@ class Remote(Reader):
 
     @abstractmethod
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """Starts a copy of a tensor to the engine's own GPU, which is summed up on the way, and
-        returns it."""
+        """Starts a copy of a tensor to the engine's own GPU, summed up on the way, and returns it."""
 
     @abstractmethod
     def tensors(self, metas: Sequence[TensorMeta]) -> Iterator[torch.Tensor]:
