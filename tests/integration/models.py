@@ -23,7 +23,9 @@ def tiny(family: str, seed: int, **changes: int) -> Any:
         "qwen3": lambda: Qwen3Config(**shared, tie_word_embeddings=True),
         "llama": lambda: LlamaConfig(**shared, tie_word_embeddings=False),
         "qwen3_moe": lambda: Qwen3MoeConfig(
-            **shared, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1, tie_word_embeddings=False
+            **{"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, **shared},
+            decoder_sparse_step=1,
+            tie_word_embeddings=False,
         ),
     }
     torch.manual_seed(seed)

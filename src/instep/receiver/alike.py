@@ -36,10 +36,13 @@ class Difference:
     registered: bool
 
 
-def differences(live: nn.Module, fresh: nn.Module, unit: Mapping[str, str]) -> tuple[list[Difference], set[str]]:
+def differences(live: nn.Module, fresh: nn.Module, unit: Mapping[str, str], stops: Container[int]) -> tuple[list[Difference], set[str]]:
     """Returns the places where modules of `live` and `fresh` differ, and the names of live modules
-    that cannot be compared. Those keep state outside of PyTorch and hold its address."""
-    found, hidden, stops = [], set(), _ids(live, fresh)
+    that cannot be compared. Those keep state outside of PyTorch and hold its address.
+
+    stops: `ids` of the two models, which a caller with many units works out once.
+    """
+    found, hidden = [], set()
     for name, known_as in unit.items():
         one, other = live.get_submodule(known_as), fresh.get_submodule(name)
         own = other._parameters.keys() | other._buffers.keys()
@@ -56,7 +59,7 @@ def other_values(live: nn.Module, other: nn.Module, unit: Mapping[str, str], fou
     """Returns what a third model holds at the places of differences."""
     names = {known_as: name for name, known_as in unit.items()}
     values: dict[tuple[str, str], object] = {}
-    stops = _ids(live, other)
+    stops = ids(live, other)
     for layer in {one.layer for one in found}:
         pairs = _pairs(live.get_submodule(layer), other.get_submodule(names[layer]), stops)
         wanted = {one.way for one in found if one.layer == layer}
@@ -124,7 +127,8 @@ def _both(live: Mapping[str, object], fresh: Mapping[str, object], way: str) -> 
     return ((way + name, live.get(name, ABSENT), value) for name, value in fresh.items())
 
 
-def _ids(*models: nn.Module) -> set[int]:
+def ids(*models: nn.Module) -> set[int]:
+    """Returns the ids of all modules, at which a comparison stops."""
     return {id(module) for model in models for module in model.modules()}
 
 

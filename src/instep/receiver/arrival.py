@@ -134,7 +134,7 @@ class Pulled:
 
     @cached_property
     def tensors(self) -> Tensors:
-        return Lazy(self.metas, self.reader.tensor)
+        return Lazy(self.metas, self.reader.tensor, self.reader.tensors)
 
     def held(self, watched: Copies) -> Sequence[object]:
         return cuda_compare.held(watched, self.metas, self.reader.device)

@@ -20,7 +20,7 @@ import torch
 from instep.errors import ApplyError
 from instep.protocol import WorkerPlan
 from instep.receiver import Fresh, Host
-from instep.receiver.alike import Difference, Kind, alike, differences, is_undetermined, other_values
+from instep.receiver.alike import Difference, Kind, alike, differences, ids, is_undetermined, other_values
 from instep.receiver.regions import Tensors, offered
 from instep.receiver.watcher import layer_of
 
@@ -70,6 +70,7 @@ class _Comparison:
         self.unproved: dict[str, str] = {}
         self.wrong: dict[str, str] = {}  # the wrong attribute of each layer
         self.harmless: set[Kind] = set()
+        self.stops: set[int] = set()
         self.live = dict(host.model.named_parameters(remove_duplicate=False))
 
     def run(self) -> Compared:
@@ -80,6 +81,7 @@ class _Comparison:
             return Compared(unproved=dict.fromkeys(self.layers, why))
         if fresh is None:
             return Compared()
+        self.stops = ids(self.host.model, fresh.model)
         again: list[Fresh] = []  # two more, made when something differs
         for unit in fresh.units():  # all, even after a difference: loads may be collective
             try:
@@ -104,7 +106,7 @@ class _Comparison:
         """Compares the modules of one unit. unit: modules that are loaded together; the second
         model's names, each with that of the live model."""
         with fresh.loading(unit, self._wanted(unit, self.tensors)):
-            found, hidden = differences(self.host.model, fresh.model, unit)
+            found, hidden = differences(self.host.model, fresh.model, unit, self.stops)
             found = [one for one in found if one.kind not in self.harmless]
             hidden |= self._dropped(unit)
             computed = {name: self._computes(fresh, name, live) for name, live in unit.items() if live in hidden}

@@ -9,6 +9,7 @@ import torch
 from instep.plan.dtypes import widens
 from instep.plan.region import strided, view
 from instep.protocol import Region, Route, WorkerPlan, dtype_name
+from instep.receiver.lazy import each
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -20,10 +21,10 @@ def offered(plan: WorkerPlan, names: Collection[str | None], tensors: Tensors) -
     Those that the loader computes with are in host memory: the same arithmetic on a GPU rounds
     differently (an exponential differs in the last bit). Those that it writes into are copies.
     """
-    for name in tensors:
-        if name in names:
-            tensor = tensors[name].cpu() if name in plan.computed else tensors[name]
-            yield name, tensor.clone() if name in plan.overwritten else tensor
+    overwritten = {*plan.overwritten}
+    for name, tensor in each(tensors, [name for name in tensors if name in names]):
+        given = tensor.cpu() if name in plan.computed else tensor
+        yield name, given.clone() if name in overwritten else given
 
 
 def place(param: torch.Tensor, source: Region, target: Region) -> tuple[Region, Region] | None:

@@ -7,6 +7,7 @@ element and in every simple statistic. They need none of the trainer's bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -30,12 +31,18 @@ def scrambled(tensors: Iterable[TensorMeta], device: str, turn: int = 0) -> Tens
     order = torch.arange(PERIOD, device=device, dtype=torch.int64) * 3001 % PERIOD
     numbers = 2**turn * (16 + 16 * order.to(torch.float32) / PERIOD)
 
+    @cache
+    def repeated(dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([numbers, numbers]).to(dtype)
+
     def made(meta: TensorMeta) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, meta.dtype)
         if not dtype.is_floating_point:
             return torch.zeros(meta.shape, dtype=dtype, device=device)
         start = seed_of(metas[meta.alias_of or meta.name]) % PERIOD
-        period = bits(numbers.roll(-start).to(dtype))
+        if meta.numel <= PERIOD:  # one copy: there may be tens of thousands of them
+            return repeated(dtype)[start : start + meta.numel].clone().view(meta.shape)
+        period = bits(repeated(dtype)[start : start + PERIOD])
         return period.repeat(-(-meta.numel // PERIOD))[: meta.numel].view(dtype).view(meta.shape)
 
     return Lazy(metas, made)

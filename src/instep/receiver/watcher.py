@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from instep.errors import PlanError
 from instep.plan.region import reshaped, run, simplify, whole
 from instep.protocol import Region, Route
 from instep.receiver.layout import Layout
+from instep.receiver.nested import tensors_in
 
 aten = torch.ops.aten
 Origin = tuple[str, Region]
@@ -28,6 +28,7 @@ COMPUTED = ("", Region(0, (), ()))  # a scalar that is no element of a checkpoin
 SAME_ELEMENTS = (aten.clone.default, aten._to_copy.default, aten.contiguous.default)
 COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 NEW = (aten.lift_fresh.default, aten.lift.default)  # `torch.tensor` fills memory before the dispatcher sees it
+EXPORTS = frozenset((torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
 NOT_NAMED_YET = "#"  # prefix of a target whose parameter is not known yet
 LIVE = (
     "no engine was touched, and no other source helps: the loader of this model changes memory that the engine generates "
@@ -95,10 +96,10 @@ class Watcher(TorchDispatchMode):
             self.zeros.discard(storage_of(tensor))
             if storage_of(tensor) in self.sources or storage_of(tensor) in self.copies:
                 self._overwrite(func, tensor, self._origins(args[1:], kwargs))
-        given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
-        for tensor in tensors_in(result):
-            if not tensor.is_meta and (func in NEW or storage_of(tensor) not in given):
-                self.made.add(storage_of(tensor))
+        made = [tensor for tensor in tensors_in(result) if not tensor.is_meta]
+        if made:  # rarely: a loader makes hundreds of thousands of views of tensors without bytes
+            given = set() if func in NEW else {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
+            self.made |= {storage_of(tensor) for tensor in made} - given
         first = storage_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         # Copies in another memory format are not followed: their elements lie in another order than those they were made of.
         if func in SAME_ELEMENTS and result.is_contiguous() and (found := self._region(args[0])) is not None:
@@ -257,9 +258,9 @@ class ReadOnly(TorchFunctionMode):
     see writes there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__) and not args[0].is_meta:
+        if func in EXPORTS and not args[0].is_meta:
             args = (args[0].detach().clone(), *args[1:])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -281,10 +282,6 @@ def _place_of(model: torch.nn.Module, storage: int) -> str | None:
 
 def layer_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_of(tensor: torch.Tensor) -> int:

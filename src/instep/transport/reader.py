@@ -97,12 +97,16 @@ class Remote(Reader):
 
     @abstractmethod
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """Starts a copy of a tensor to the engine's own GPU, which is summed up on the way, and
-        returns it."""
+        """Starts a copy of a tensor to the engine's own GPU, summed up on the way, and returns it."""
+
+    @abstractmethod
+    def tensors(self, metas: Sequence[TensorMeta]) -> Iterator[torch.Tensor]:
+        """Yields what `tensor` returns for each, with one copy for many of them."""
 
     @abstractmethod
     def sums(self) -> dict[str, int]:
-        """Waits for the copies that `tensor` has started and returns their sums, by tensor."""
+        """Waits for the copies that `tensor` and `tensors` have started. Returns their sums, by
+        tensor."""
 
 
 class Passing(Reader):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from instep.digest import MASK, Words
-from instep.digest_cuda import Table, run_of, warm_up
+from instep.digest_cuda import Run, Table, run_of, warm_up
 from instep.errors import TransportError
 from instep.plan.rows import Rows, common, contiguous, of_place
 from instep.protocol import Manifest, TensorMeta
@@ -19,6 +20,12 @@ from instep.transport.reader import Remote, WorkerContext
 
 LOOK = 0.00002
 """Seconds between two looks at a trainer's board."""
+
+TOGETHER = 128 << 20
+"""Bytes of tensors that one launch copies for an engine's loader, unless one tensor has more."""
+
+ALIGN = 512
+"""Bytes: each of them begins at a multiple, as in memory of its own."""
 
 OPENED: dict[bytes, int] = {}
 """Handles that this process has mapped, and where. Opening one twice in a process is an error of the driver."""
@@ -51,7 +58,7 @@ class IpcReader(Remote):
         for handle in OPENED.keys() - set(self.location.handles):
             driver.detach(OPENED.pop(handle))
         self.bases = [OPENED[handle] for handle in self.location.handles]
-        self.pulled: dict[str, torch.Tensor] = {}
+        self.pulled: dict[str, tuple[torch.Tensor, int]] = {}  # sums of the last copy of each, and its slot there
         self.read = b""  # the trainer's sums, once they are complete
 
     @cached_property
@@ -65,19 +72,43 @@ class IpcReader(Remote):
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
         """Starts a copy of a tensor to the engine's own GPU, which is summed up on the way, and
         returns it. Layers that are not copied directly read it."""
-        own = self.metas[meta.alias_of or meta.name]
-        room = torch.empty(-(-meta.nbytes // 8), dtype=torch.int64, device=self.device)
-        there = contiguous(len(room), room.data_ptr() // 8)
-        self.pulled[own.name] = torch.zeros(2, dtype=torch.int64, device=self.device)
-        runs = [run_of(rows, own, 0) for part in self.places(own) for rows in common(part, there)]
-        Table(runs, 1, self.device, copy=True, sums=self.pulled[own.name]).launch()
-        return room.view(torch.uint8)[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
+        return self._pull([meta])[0]
+
+    def tensors(self, metas: Sequence[TensorMeta]) -> Iterator[torch.Tensor]:
+        """Yields what `tensor` returns for each. One launch copies as many as lie within
+        `TOGETHER`: a table takes longer to make than a few MB take to travel."""
+        first = size = 0
+        for number, meta in enumerate(metas):
+            if size and size + meta.nbytes > TOGETHER:
+                yield from self._pull(metas[first:number])
+                first, size = number, 0
+            size += meta.nbytes
+        if metas:
+            yield from self._pull(metas[first:])
+
+    def _pull(self, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
+        places = [0, *accumulate(-(-meta.nbytes // ALIGN) * ALIGN for meta in metas)]
+        room = torch.empty(places[-1], dtype=torch.uint8, device=self.device)
+        runs: list[Run] = []
+        owns = [self.metas[meta.alias_of or meta.name] for meta in metas]
+        for slot, (own, at) in enumerate(zip(owns, places, strict=False)):
+            there = contiguous(-(-own.nbytes // 8), (room.data_ptr() + at) // 8)
+            runs += [run_of(rows, own, slot) for part in self.places(own) for rows in common(part, there)]
+        table = Table(runs, len(owns), self.device, copy=True)
+        table.launch()
+        self.pulled |= {own.name: (table.sums, slot) for slot, own in enumerate(owns)}
+        return [
+            room[at : at + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape) for meta, at in zip(metas, places, strict=False)
+        ]
 
     def sums(self) -> dict[str, int]:
         """Waits for the tensors that were pulled whole and returns their sums."""
         if not self.pulled:
             return {}
-        return {name: value & MASK for name, value in zip(self.pulled, torch.stack(list(self.pulled.values()))[:, 0].tolist(), strict=True)}
+        boards = list({id(board): board for board, _ in self.pulled.values()}.values())
+        starts = dict(zip(map(id, boards), accumulate(map(len, boards), initial=0), strict=False))
+        sums = torch.cat(boards).tolist()
+        return {name: sums[starts[id(board)] + slot] & MASK for name, (board, slot) in self.pulled.items()}
 
     def wait_for(self, launch: int) -> None:
         """Wait until the trainer's own sums of a launch are complete, where they can be read.
