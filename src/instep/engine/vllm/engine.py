@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from instep.engine import CachePolicy, Engine
+from instep.engine.vllm.attach import attach_here
 from instep.engine.vllm.config import ATTACH, EXTENSION, reaches_workers
 from instep.engine.vllm.experts import TOGETHER, apart
 from instep.engine.vllm.plugin import commits
@@ -36,6 +37,7 @@ def adapt(obj: Any) -> Engine | None:
     config = getattr(obj, "vllm_config", None) or getattr(getattr(obj, "llm_engine", None), "vllm_config", None)
     if config is None or not hasattr(obj, "collective_rpc"):
         return None
+    attach_here(obj)
     if not reaches_workers(config):
         raise ConfigError(
             "this vLLM was started without instep's worker extension",

@@ -1,0 +1,77 @@
+"""TRL's GRPO trainer with its own colocated vLLM: after `follow(trainer)` the engine computes what the trainer does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import SETTINGS
+
+STEPS, GENERATIONS = 3, 2
+NATS = 0.02
+"""The engine computes in bfloat16, the trainer in float32."""
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install 'instep[trl]'")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What `trl_trainer.py` saw of a kind of trainer."""
+
+    @cache
+    def run(kind: str) -> dict[str, Any]:
+        folder, program = tmp_path_factory.mktemp(kind), Path(__file__).parent / "trl_trainer.py"
+        done = subprocess.run(
+            [sys.executable, program, folder, kind], env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_the_engine_computes_what_the_trainer_does_after_every_step(seen: Callable[[str], dict[str, Any]], kind: str) -> None:
+    generations = seen(kind)["generations"][: STEPS * GENERATIONS]
+    assert [one["step"] for one in generations] == [step for step in range(STEPS) for _ in range(GENERATIONS)]
+    assert max(one["gap"] for one in generations) < NATS
+    moved = [
+        max(abs(new - old) for new, old in zip(one["fixed"], before["fixed"], strict=True))
+        for before, one in zip(generations[::GENERATIONS], generations[GENERATIONS::GENERATIONS], strict=False)
+    ]
+    assert min(moved) > 10 * NATS, "weights of the step before would not be noticed"
+    assert seen(kind)["dtype"] == "torch.bfloat16"
+
+
+def test_a_step_is_pushed_once(seen: Callable[[str], dict[str, Any]]) -> None:
+    assert seen("plain")["pushes"][:STEPS] == ["step-0", "step-1", "step-2"]
+    assert seen("plain")["serves"] == ["step-2", "step-2"]
+
+
+def test_weights_that_sleep_has_discarded_are_pushed_again(seen: Callable[[str], dict[str, Any]]) -> None:
+    assert seen("lora")["pushes"] == ["step-0", "step-0.2", "step-1", "step-1.2", "step-2", "step-2.2"]
+
+
+def test_adapters_are_merged_without_a_change_of_the_trainers_weights(seen: Callable[[str], dict[str, Any]]) -> None:
+    frozen = seen("lora")["frozen"]
+    assert len(frozen) > 10
+    assert all(frozen.values())
+
+
+def test_a_push_that_is_refused_ends_the_training_and_the_engine_serves_on(seen: Callable[[str], dict[str, Any]]) -> None:
+    refused = seen("plain")["refused"]
+    kind, message = refused["error"]
+    assert kind == "PlanError"
+    assert "embed_tokens" in message
+    assert refused["serves"] == "step-2"
+    assert refused["same"]
+    assert seen("plain")["pushes"][STEPS:] == ["step-0.3", "step-1.2", "step-2.2"], "the next training"
