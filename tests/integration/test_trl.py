@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 from engines import SETTINGS
+from http_server import TOKEN, Server
+from trl_trainer import checkpoint
 
 STEPS, GENERATIONS = 3, 2
+SERVER = {"logprobs_mode": "processed_logprobs", "served_model_name": "policy"}
 NATS = 0.02
 """The engine computes in bfloat16, the trainer in float32."""
 
@@ -28,18 +31,35 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, 
 
     @cache
     def run(kind: str) -> dict[str, Any]:
-        folder, program = tmp_path_factory.mktemp(kind), Path(__file__).parent / "trl_trainer.py"
-        done = subprocess.run(
-            [sys.executable, program, folder, kind], env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=500
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
-        found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
-        return found
+        folder = tmp_path_factory.mktemp(kind)
+        if kind != "server":
+            return trained(folder, kind)
+        server = Development(checkpoint(folder / "model"), folder / "log", load_format="auto", skip_tokenizer_init=False, **SERVER)
+        try:
+            return trained(folder, server.wait().url)
+        finally:
+            server.stop()
 
     return run
 
 
-@pytest.mark.parametrize("kind", ["plain", "lora"])
+def trained(folder: Path, kind: str) -> dict[str, Any]:
+    program = [sys.executable, str(Path(__file__).parent / "trl_trainer.py"), str(folder), kind]
+    environment = {**os.environ, **SETTINGS, "INSTEP_TOKEN": TOKEN}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
+    return found
+
+
+class Development(Server):
+    """With the routes at which TRL looks."""
+
+    def settings(self) -> dict[str, str]:
+        return {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "server"])
 def test_the_engine_computes_what_the_trainer_does_after_every_step(seen: Callable[[str], dict[str, Any]], kind: str) -> None:
     generations = seen(kind)["generations"][: STEPS * GENERATIONS]
     assert [one["step"] for one in generations] == [step for step in range(STEPS) for _ in range(GENERATIONS)]
@@ -49,12 +69,16 @@ def test_the_engine_computes_what_the_trainer_does_after_every_step(seen: Callab
         for before, one in zip(generations[::GENERATIONS], generations[GENERATIONS::GENERATIONS], strict=False)
     ]
     assert min(moved) > 10 * NATS, "weights of the step before would not be noticed"
-    assert seen(kind)["dtype"] == "torch.bfloat16"
 
 
-def test_a_step_is_pushed_once(seen: Callable[[str], dict[str, Any]]) -> None:
-    assert seen("plain")["pushes"][:STEPS] == ["step-0", "step-1", "step-2"]
-    assert seen("plain")["serves"] == ["step-2", "step-2"]
+@pytest.mark.parametrize("kind", ["plain", "server"])
+def test_a_step_is_pushed_once(seen: Callable[[str], dict[str, Any]], kind: str) -> None:
+    assert seen(kind)["pushes"][:STEPS] == ["step-0", "step-1", "step-2"]
+    assert seen(kind)["serves"] == "step-2"
+
+
+def test_weights_in_float32_are_pushed_to_an_engine_in_bfloat16(seen: Callable[[str], dict[str, Any]]) -> None:
+    assert seen("plain")["dtype"] == "torch.bfloat16", "the gaps are that of a cast"
 
 
 def test_weights_that_sleep_has_discarded_are_pushed_again(seen: Callable[[str], dict[str, Any]]) -> None:

@@ -1,9 +1,9 @@
 """A real GRPO trainer of TRL with a colocated vLLM, in a process of its own: vLLM makes it one of a distributed run.
 
-    python trl_trainer.py FOLDER plain|lora [stock]
+    python trl_trainer.py FOLDER plain|lora|URL [stock]
 
 writes FOLDER/seen.json: what was seen at each generation and after each push. `plain` has a push that is refused at its end; `lora` has
-a vLLM that loses its weights between generations, as it does in sleep mode on a GPU. `stock` leaves TRL as it is.
+a vLLM that loses its weights between generations, as it does in sleep mode on a GPU. URL is that of a server. `stock` leaves TRL as it is.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class Looking:
         return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+def checkpoint(folder: Path) -> Path:
+    return add_tokenizer(save(tiny("qwen3", 1, initializer_range=0.05), folder))
+
+
 def built(folder: Path, kind: str) -> Any:
     import trl.generation.vllm_generation as theirs
     from datasets import Dataset
@@ -55,11 +59,14 @@ def built(folder: Path, kind: str) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     theirs.LLM = functools.partial(theirs.LLM, enforce_eager=True)  # to compile takes longer than all the rest
-    add_tokenizer(save(tiny("qwen3", 1, initializer_range=0.05), folder / "model"))
+    theirs.VLLMClient.init_communicator = lambda self, device: None  # TRL's own way to a server is NCCL
+    if not (folder / "model").exists():
+        checkpoint(folder / "model")
+    server = {"vllm_mode": "server", "vllm_server_base_url": kind} if kind.startswith("http") else {"vllm_mode": "colocate"}
     config = GRPOConfig(
         output_dir=str(folder / "out"), max_steps=STEPS, learning_rate=2e-2, lr_scheduler_type="constant", max_grad_norm=1e6,
         per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=GENERATIONS, steps_per_generation=1,
-        max_completion_length=8, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=64,
+        max_completion_length=8, use_vllm=True, vllm_max_model_length=64, **server,
         model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False, use_cpu=True, bf16=False,
         report_to=[], save_strategy="no", disable_tqdm=True, seed=5,
     )  # fmt: skip
@@ -111,7 +118,6 @@ def main(folder: Path, kind: str, how: str = "follow") -> dict[str, Any]:
     seen: dict[str, Any] = {"generations": [], "pushes": []}
     trainer = built(folder, kind)
     generation = trainer.vllm_generation
-    seen["dtype"] = str(generation.llm.llm_engine.vllm_config.model_config.dtype)
     frozen = {name: param.clone() for name, param in trainer.model.named_parameters() if not param.requires_grad}
     if kind == "lora":
         loses_its_weights(generation)
@@ -123,8 +129,9 @@ def main(folder: Path, kind: str, how: str = "follow") -> dict[str, Any]:
     trainer.train()
     seen["frozen"] = {name: torch.equal(param, frozen[name]) for name, param in trainer.model.named_parameters() if name in frozen}
     if how == "follow":
-        seen["serves"] = [version(generation.llm), sync.status()[0].version]
+        seen["serves"] = sync.status()[0].version
     if kind == "plain":
+        seen["dtype"] = str(generation.llm.llm_engine.vllm_config.model_config.dtype)
         seen["refused"] = refused(trainer)
     return seen
 

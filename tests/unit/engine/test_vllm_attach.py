@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from instep.engine.vllm import attach, plugin
-from instep.engine.vllm.config import ATTACH, reaches_workers
+from instep.engine.vllm.config import ATTACH, EXTENSION, reaches_workers
 from instep.engine.vllm.worker import WorkerExtension
 
 CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
@@ -61,3 +61,26 @@ def test_an_extension_of_ours_keeps_its_own_calls(base: type[Any]) -> None:
     attach.attach(worker)
     assert worker.instep_status() == {"rank": 7}
     assert "instep_call" not in vars(worker)
+
+
+def colocated(worker: Any, extension: str = "") -> Any:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=extension))
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+    return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, model_executor=executor))
+
+
+@pytest.mark.parametrize("extension", ["", "theirs.Extension"])
+def test_a_worker_of_this_process_gets_the_calls_later(monkeypatch: pytest.MonkeyPatch, extension: str) -> None:
+    monkeypatch.delenv(ATTACH, raising=False)
+    llm = colocated(worker := SimpleNamespace(), extension)
+    attach.attach_here(llm)
+    assert [getattr(worker, name).__self__ for name in attach.CALLS] == [worker] * 2
+    assert reaches_workers(llm.llm_engine.vllm_config)
+    assert llm.llm_engine.vllm_config.parallel_config.worker_extension_cls == (extension or EXTENSION)
+
+
+def test_workers_of_other_processes_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ATTACH, raising=False)
+    llm = colocated(None)
+    attach.attach_here(llm)
+    assert not reaches_workers(llm.llm_engine.vllm_config)
