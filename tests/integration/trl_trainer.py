@@ -1,15 +1,17 @@
 """A real GRPO trainer of TRL with a colocated vLLM, in a process of its own: vLLM makes it one of a distributed run.
 
-    python trl_trainer.py FOLDER plain|lora|URL [stock]
+    python trl_trainer.py FOLDER plain|lora|ranks|URL [stock]
 
-writes FOLDER/seen.json: what was seen at each generation and after each push. `plain` has a push that is refused at its end; `lora` has
-a vLLM that loses its weights between generations, as it does in sleep mode on a GPU. URL is that of a server. `stock` leaves TRL as it is.
+writes FOLDER/seen-RANK.json: what was seen at each generation and after each push. `plain` has a push that is refused at its end; `lora`
+has a vLLM that loses its weights between generations, as it does in sleep mode on a GPU; `ranks` is for several processes of torchrun, and
+shards the model at its end. URL is that of a server. `stock` leaves TRL as it is.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ class Looking:
         for prompt, tokens, told in zip(prompts, completions, logprobs, strict=True):
             gap = max(gap, (torch.tensor([one for (one,) in told]) - self.of_trainer(prompt, tokens)).abs().max().item())
         self.seen.append({
-            "step": self.trainer.state.global_step, "gap": gap, "fixed": self.of_trainer([1, 2, 3], [4, 5, 6]).tolist(),
+            "step": self.trainer.state.global_step, "gap": gap, "fixed": self.of_trainer([1, 2, 3], list(range(4, 44))).tolist(),
         })  # fmt: skip
         return found
 
@@ -49,7 +51,7 @@ class Looking:
 
 
 def checkpoint(folder: Path) -> Path:
-    return add_tokenizer(save(tiny("qwen3", 1, initializer_range=0.05), folder))
+    return add_tokenizer(save(tiny("qwen3", 1, initializer_range=0.04), folder))
 
 
 def built(folder: Path, kind: str) -> Any:
@@ -60,11 +62,9 @@ def built(folder: Path, kind: str) -> Any:
 
     theirs.LLM = functools.partial(theirs.LLM, enforce_eager=True)  # to compile takes longer than all the rest
     theirs.VLLMClient.init_communicator = lambda self, device: None  # TRL's own way to a server is NCCL
-    if not (folder / "model").exists():
-        checkpoint(folder / "model")
     server = {"vllm_mode": "server", "vllm_server_base_url": kind} if kind.startswith("http") else {"vllm_mode": "colocate"}
     config = GRPOConfig(
-        output_dir=str(folder / "out"), max_steps=STEPS, learning_rate=2e-2, lr_scheduler_type="constant", max_grad_norm=1e6,
+        output_dir=str(folder / "out"), max_steps=STEPS, learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=1e6,
         per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=GENERATIONS, steps_per_generation=1,
         max_completion_length=8, use_vllm=True, vllm_max_model_length=64, **server,
         model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False, use_cpu=True, bf16=False,
@@ -109,6 +109,27 @@ def refused(trainer: Any) -> dict[str, Any]:
     return found
 
 
+def sharded(trainer: Any, look: Looking) -> None:
+    """Pushes weights that FSDP2 has sharded, and generates. Accelerate shards on GPUs alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    from instep.integrations.trl import follow
+
+    generation, model = trainer.vllm_generation, trainer.vllm_generation.model
+    for part in (*model.model.layers, model):
+        fully_shard(part, reshard_after_forward=True)  # a backward pass does so otherwise
+    generation._dist.fsdp_version = 2
+    del generation.sync_weights
+    follow(trainer)
+    for _ in range(2):  # the second push streams what the first has held
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.8)
+        trainer.state.global_step += 1
+        generation.sync_weights()
+        look(prompts=PROMPTS, images=None, num_generations=1)
+
+
 def version(llm: Any) -> str:
     (told,) = llm.collective_rpc("instep_status")
     return str(told["version"])
@@ -125,7 +146,7 @@ def main(folder: Path, kind: str, how: str = "follow") -> dict[str, Any]:
         from instep.integrations.trl import follow
 
         sync = follow(trainer, sinks=[lambda event: event.receipt and seen["pushes"].append(event.version)])
-    Looking(trainer, seen["generations"])
+    look = Looking(trainer, seen["generations"])
     trainer.train()
     seen["frozen"] = {name: torch.equal(param, frozen[name]) for name, param in trainer.model.named_parameters() if name in frozen}
     if how == "follow":
@@ -133,10 +154,12 @@ def main(folder: Path, kind: str, how: str = "follow") -> dict[str, Any]:
     if kind == "plain":
         seen["dtype"] = str(generation.llm.llm_engine.vllm_config.model_config.dtype)
         seen["refused"] = refused(trainer)
+    if kind == "ranks":
+        sharded(trainer, look)
     return seen
 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "seen.json").write_text(json.dumps(main(target, *sys.argv[2:]), indent=1))
+    found = main(target, *sys.argv[2:])
+    (target / f"seen-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found, indent=1))
