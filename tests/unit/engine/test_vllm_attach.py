@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from instep.engine.vllm import attach, plugin
 from instep.engine.vllm.config import ATTACH, EXTENSION, reaches_workers
+from instep.engine.vllm.engine import VllmEngine
 from instep.engine.vllm.worker import WorkerExtension
 
 CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
@@ -84,3 +88,13 @@ def test_workers_of_other_processes_get_nothing(monkeypatch: pytest.MonkeyPatch)
     llm = colocated(None)
     attach.attach_here(llm)
     assert not reaches_workers(llm.llm_engine.vllm_config)
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])
+def test_a_worker_of_this_process_runs_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch, device: str, chosen: list[Any]) -> None:
+    current = threading.local()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    llm = colocated(SimpleNamespace(device=torch.device(device)))
+    llm.llm_engine.vllm_config.parallel_config.data_parallel_size = 1
+    llm.collective_rpc = lambda *_, **__: list(vars(current).values())
+    assert asyncio.run(VllmEngine(llm).call("status", b"")) == chosen

@@ -45,10 +45,13 @@ def attach(worker: Any) -> None:
 def attach_here(llm: Any) -> None:
     """Gives the calls to the worker of an `LLM` that runs in this process, as a colocated trainer's
     does. Does nothing for an engine whose workers run in other processes."""
+    if (worker := worker_here(llm)) is not None:
+        attach(worker)
+        parallel = llm.llm_engine.vllm_config.parallel_config
+        parallel.worker_extension_cls = parallel.worker_extension_cls or EXTENSION  # for those who ask whether workers answer
+
+
+def worker_here(llm: Any) -> Any | None:
+    """Returns the worker of an `LLM` that runs in this process, or None."""
     executor = getattr(getattr(llm, "llm_engine", None), "model_executor", None)
-    worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
-    if worker is None:
-        return
-    attach(worker)
-    parallel = llm.llm_engine.vllm_config.parallel_config
-    parallel.worker_extension_cls = parallel.worker_extension_cls or EXTENSION  # for those who ask whether workers answer
+    return getattr(getattr(executor, "driver_worker", None), "worker", None)
