@@ -24,6 +24,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "ray": ("ray",),
     "deepspeed": ("deepspeed",),
     "torchrl": ("torchrl",),
+    "trl": ("trl",),
     "vllm": ("vllm", "zmq"),
 }
 """The import names of each extra's packages. vLLM installs zmq as well."""

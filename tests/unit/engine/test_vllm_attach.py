@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from instep.engine.vllm import attach, plugin
-from instep.engine.vllm.config import ATTACH, reaches_workers
+from instep.engine.vllm.config import ATTACH, EXTENSION, reaches_workers
+from instep.engine.vllm.engine import VllmEngine
 from instep.engine.vllm.worker import WorkerExtension
 
 CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
@@ -61,3 +65,36 @@ def test_an_extension_of_ours_keeps_its_own_calls(base: type[Any]) -> None:
     attach.attach(worker)
     assert worker.instep_status() == {"rank": 7}
     assert "instep_call" not in vars(worker)
+
+
+def colocated(worker: Any, extension: str = "") -> Any:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=extension))
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+    return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, model_executor=executor))
+
+
+@pytest.mark.parametrize("extension", ["", "theirs.Extension"])
+def test_a_worker_of_this_process_gets_the_calls_later(monkeypatch: pytest.MonkeyPatch, extension: str) -> None:
+    monkeypatch.delenv(ATTACH, raising=False)
+    llm = colocated(worker := SimpleNamespace(), extension)
+    attach.attach_here(llm)
+    assert [getattr(worker, name).__self__ for name in attach.CALLS] == [worker] * 2
+    assert reaches_workers(llm.llm_engine.vllm_config)
+    assert llm.llm_engine.vllm_config.parallel_config.worker_extension_cls == (extension or EXTENSION)
+
+
+def test_workers_of_other_processes_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ATTACH, raising=False)
+    llm = colocated(None)
+    attach.attach_here(llm)
+    assert not reaches_workers(llm.llm_engine.vllm_config)
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])
+def test_a_worker_of_this_process_runs_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch, device: str, chosen: list[Any]) -> None:
+    current = threading.local()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    llm = colocated(SimpleNamespace(device=torch.device(device)))
+    llm.llm_engine.vllm_config.parallel_config.data_parallel_size = 1
+    llm.collective_rpc = lambda *_, **__: list(vars(current).values())
+    assert asyncio.run(VllmEngine(llm).call("status", b"")) == chosen

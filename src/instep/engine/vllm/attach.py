@@ -1,8 +1,9 @@
-"""Gives vLLM's workers instep's calls where `INSTEP_ATTACH=1` asks for it, without `worker_extension_cls`.
+"""Gives vLLM's workers instep's calls without `worker_extension_cls`: where `INSTEP_ATTACH=1` asks for
+it, and where the worker runs in this process.
 
 A framework that starts vLLM by itself may have no setting for an extension, or one of its own in that
-place. Each worker object gets the calls when it is made. No class of vLLM is changed but for its
-`__init__`, so vLLM's check for names that an extension has too finds nothing.
+place. Each worker object gets the calls, when it is made or later. No class of vLLM is changed but for
+its `__init__`, so vLLM's check for names that an extension has too finds nothing.
 """
 
 from __future__ import annotations
@@ -39,3 +40,18 @@ def attach(worker: Any) -> None:
     for name in CALLS:
         if not hasattr(worker, name):
             vars(worker)[name] = MethodType(getattr(extension, name), worker)
+
+
+def attach_here(llm: Any) -> None:
+    """Gives the calls to the worker of an `LLM` that runs in this process, as a colocated trainer's
+    does. Does nothing for an engine whose workers run in other processes."""
+    if (worker := worker_here(llm)) is not None:
+        attach(worker)
+        parallel = llm.llm_engine.vllm_config.parallel_config
+        parallel.worker_extension_cls = parallel.worker_extension_cls or EXTENSION  # for those who ask whether workers answer
+
+
+def worker_here(llm: Any) -> Any | None:
+    """Returns the worker of an `LLM` that runs in this process, or None."""
+    executor = getattr(getattr(llm, "llm_engine", None), "model_executor", None)
+    return getattr(getattr(executor, "driver_worker", None), "worker", None)

@@ -15,7 +15,10 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from instep.engine import CachePolicy, Engine
+from instep.engine.vllm.attach import attach_here, worker_here
 from instep.engine.vllm.config import ATTACH, EXTENSION, reaches_workers
 from instep.engine.vllm.experts import TOGETHER, apart
 from instep.engine.vllm.plugin import commits
@@ -36,6 +39,7 @@ def adapt(obj: Any) -> Engine | None:
     config = getattr(obj, "vllm_config", None) or getattr(getattr(obj, "llm_engine", None), "vllm_config", None)
     if config is None or not hasattr(obj, "collective_rpc"):
         return None
+    attach_here(obj)
     if not reaches_workers(config):
         raise ConfigError(
             "this vLLM was started without instep's worker extension",
@@ -54,7 +58,7 @@ class VllmEngine:
     def __init__(self, llm: Any, name: str = "vllm") -> None:
         self.llm = llm
         self.name = name
-        self.thread = _Thread(name)
+        self.thread = _Thread(name, getattr(worker_here(llm), "device", None))
         self.at_once = commits(llm.llm_engine.vllm_config)
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:
@@ -208,13 +212,13 @@ Job = tuple[Callable[[], Any], Future[Any]]
 class _Thread:
     """Runs blocking calls one after the other. A call that never returns does not keep the interpreter from ending.
 
-    The thread ends when this object is gone, and keeps nothing of a call that is over.
+    The thread ends when this object is gone, and keeps nothing of a call that is over. device: that of a worker whose code it runs.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.name = name
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self.jobs,), name=f"instep-{name}", daemon=True).start()
+        threading.Thread(target=_work, args=(self.jobs, device), name=f"instep-{name}", daemon=True).start()
         weakref.finalize(self, self.jobs.put, None)
 
     async def run(self, job: Callable[[], T]) -> T:
@@ -226,7 +230,9 @@ class _Thread:
             raise _lost(self.name, error) from error
 
 
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _work(jobs: queue.SimpleQueue[Job | None], device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # every thread begins with the first GPU
     while (job := jobs.get()) is not None:
         _do(*job)
         del job  # which holds the engine until the next one comes

@@ -33,8 +33,8 @@ class VllmModel:
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
-        self.rank: int = worker.rank
         self.world_size: int = worker.vllm_config.parallel_config.world_size
+        self.rank: int = worker.rank % self.world_size  # in its engine: an external launcher counts over all engines
         self.device = str(worker.device)
         self.busy = False  # with the model's loader, for a push
         self.views: list[View] = []  # as the last session has found them
