@@ -5,9 +5,10 @@
     w[k]      = U[k // 4096] * T[k % 4096]      T[j] = mix(j) | 1,  U[b] = mix(seed + b) | 1
     digest    = seed + sum over k of  w[k] * (x[k] + (x[k] >> 32))                            (all modulo 2^64)
 
-`mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014); the sum is
-the multilinear hash of Carter and Wegman. The added `x >> 32` keeps a difference in a word's upper half from reaching the upper
-bits of the product alone. Because the sum is linear in every element, parts of a tensor held by different processes, zero
+`mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014); the sum is the multilinear hash of Carter and Wegman. The added `x >> 32`
+keeps a difference in a word's upper half from reaching the upper bits of the product alone. Because
+the sum is linear in every element, parts of a tensor held by different processes, zero
 elsewhere, add up to the digest of the whole: shards are compared without gathering them.
 """
 

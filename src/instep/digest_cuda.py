@@ -1,6 +1,8 @@
-"""The digest of `digest.py` on a GPU, fused with the copy that it proves: each word is read once, written once, and added up on the way.
+"""The digest of `digest.py` on a GPU, fused with the copy that it proves: each word is read once,
+written once, and added up on the way.
 
-One kernel launch works through a table of rows (`plan/rows.py`). A program takes some tiles of one `Rows`.
+One kernel launch works through a table of rows (`plan/rows.py`). A program takes some tiles of one
+`Rows`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ EXPONENTS = {
 
 
 class Run(NamedTuple):
-    """What a table does with some rows of a tensor: it adds them to the sum of a slot, and where it copies, moves them to their targets.
+    """What a table does with some rows of a tensor: it adds them to the sum of a slot, and where it
+    copies, moves them to their targets.
 
     rows: in words of 8 bytes, addresses too. dtype: of the tensor's elements, by name.
     """
@@ -61,8 +64,8 @@ def in_one(address: int, meta: TensorMeta, slot: int) -> Run:
 class Table:
     """A table of runs on a device. It can be launched again as long as the addresses stay the same.
 
-    sums: room for two words of each slot, where others look for them too, or other tables add to them. The sums come first, then whether
-    a slot has a number that is not finite.
+    sums: room for two words of each slot, where others look for them too, or other tables add to
+    them. The sums come first, then whether a slot has a number that is not finite.
     """
 
     def __init__(self, runs: Sequence[Run], slots: int, device: torch.device, *, copy: bool, sums: torch.Tensor | None = None) -> None:
@@ -158,7 +161,8 @@ def warm_up(device: torch.device) -> None:
     """Compiles the kernels for a GPU, which takes seconds: call this before an engine is paused.
     Does nothing on the CPU.
 
-    Triton compiles anew for addresses that are no multiples of 16: flags of an odd number of slots lie at one.
+    Triton compiles anew for addresses that are no multiples of 16: flags of an odd number of slots
+    lie at one.
     """
     if device.type != "cuda":
         return

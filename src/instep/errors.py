@@ -18,7 +18,8 @@ each engine serve now?
       EngineDirty         an engine that holds half an update was asked to generate
       GenerationError     an engine's answer to a prompt cannot be trained on
 
-`ConfigError`, `SourceError`, `PlanError`, `VersionConflict` and `TransportError` mean that every engine still serves what it served.
+`ConfigError`, `SourceError`, `PlanError`, `VersionConflict` and `TransportError` mean that every
+engine still serves what it served.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class MissingExtra(ConfigError, ImportError):
 
 
 class SourceError(InstepError):
-    """The trainer's tensors could not be read, or changed while they were read. Engines keep what they serve."""
+    """The trainer's tensors could not be read, or changed while they were read. Engines keep what
+    they serve."""
 
     next_step = "no engine was touched: mend the source, then push again"
 
@@ -106,7 +108,8 @@ class PlanError(InstepError):
 
 
 class VersionConflict(InstepError):
-    """The version was served before, or does not follow what the engine serves. Engines keep what they serve."""
+    """The version was served before, or does not follow what the engine serves. Engines keep what
+    they serve."""
 
     next_step = "engines keep what they serve: `sync.status()` says what that is"
 

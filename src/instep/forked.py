@@ -10,8 +10,8 @@ from contextlib import suppress
 from instep.errors import ConfigError
 
 _locks: set[int] = set()
-"""Files that this process has locked: the kernel drops a lock when the last process that has the file
-open closes it."""
+"""Files that this process has locked: the kernel drops a lock when the last process that has the
+file open closes it."""
 
 
 def keep(file: int) -> int:

@@ -7,7 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def mix(z):
-    """The finaliser of SplitMix64 with its lowest bit set, in signed arithmetic: shifts are masked to be logical ones."""
+    """The finaliser of SplitMix64 with its lowest bit set, in signed arithmetic: shifts are masked
+    to be logical ones."""
     z += -7046029254386353131
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -24,8 +25,9 @@ def move(runs, of_program, weights, sums, flags, COPY: tl.constexpr, TILE: tl.co
     """Moves SPAN tiles of TILE words and adds them to their run's slot of `sums`. Marks in
     `flags` the slots with numbers that are not finite.
 
-    The columns of `runs` are those of `digest_cuda.Table`; BLOCK is a multiple of TILE. Sums are brought together once for all tiles: with
-    an atomic addition for each the kernel takes half as long again. Words pass through the caches once, the weights of the digest stay in
+    The columns of `runs` are those of `digest_cuda.Table`; BLOCK is a multiple of TILE. Sums are
+    brought together once for all tiles: with an atomic addition for each the kernel takes half as
+    long again. Words pass through the caches once, the weights of the digest stay in
     them: told so, it takes 4 % less to move and 8 % less to read alone.
     """
     program = tl.program_id(0)

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 from instep.extras import needed_by
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-"""Seconds. A pause of a small model on one GPU is some milliseconds, a first push of a large one minutes."""
+"""Seconds. A pause of a small model on one GPU is some milliseconds, a first push of a large one
+minutes."""
 
 
 class Metrics:

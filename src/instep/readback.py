@@ -21,7 +21,8 @@ class DigestRequest(msgspec.Struct, frozen=True):
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """What one parameter of a worker holds of one checkpoint tensor.
 
-    param: the worker's. dtype: that the engine stores. regions: of the tensor. total: their sum without the seed (see `digest.py`).
+    param: the worker's. dtype: that the engine stores. regions: of the tensor. total: their sum
+    without the seed (see `digest.py`).
     proved: a push has shown that the engine keeps this layer as the checkpoint has it.
     """
 

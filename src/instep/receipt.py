@@ -15,14 +15,19 @@ class EngineReceipt:
     """One engine that serves the new version.
 
     pause, apply: seconds without generation, and of them in the slowest worker's loader.
-    direct: layers whose regions are copied straight into live storage, in every worker that has them.
+    direct: layers whose regions are copied straight into live storage, in every worker that has
+    them.
     rebuilt: layers made anew from copied regions by the engine's own hook.
-    reload: layers that take the engine's reload session, and why. These three say what the next push does:
+    reload: layers that take the engine's reload session, and why. These three say what the next
+    push does:
         the first one gives every layer to the session, and shows which may leave it.
-    read_back: tensors compared bit for bit in the engine's own storage, in the worker that has least of them.
-    unproved: layers of which that cannot be done, and why: the engine's own loader was given the right
+    read_back: tensors compared bit for bit in the engine's own storage, in the worker that has
+    least of them.
+    unproved: layers of which that cannot be done, and why: the engine's own loader was given the
+    right
         bytes, and what it made of them is taken on trust.
-    compared: layers that the first push has compared with what the engine's initial load makes of them.
+    compared: layers that the first push has compared with what the engine's initial load makes of
+    them.
     initial: seconds that it took, of `apply`; 0 in other pushes.
     """
 
@@ -52,11 +57,13 @@ class EngineReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Every engine named in `engines` serves `version`, and its bytes are the trainer's: `digest` is the sum over all tensors.
+    """Every engine named in `engines` serves `version`, and its bytes are the trainer's: `digest`
+    is the sum over all tensors.
 
     seconds: by phase: describe, connect, plan, publish, prepare, commit, canary, total.
     pause: the longest time that an engine did not generate.
-    canary_gap: largest difference of a log-probability between engines and trainer; None without a canary.
+    canary_gap: largest difference of a log-probability between engines and trainer; None without a
+    canary.
     non_finite: tensors that hold a NaN or an infinity; they were sent all the same.
     transport, why: how the bytes travelled, and what spoke against faster ways.
     failed: engines that a push with `require="any"` did not reach.

@@ -25,8 +25,9 @@ from instep.transport.auto import AutoTransport
 class Sent:
     """A version as it was published.
 
-    manifest: what engines are told. stamp: the source's, before its tensors were read. expected: what
-    the trainer's forward said of the canary. finish: waits for the digests of what was published.
+    manifest: what engines are told. stamp: the source's, before its tensors were read. expected:
+    what the trainer's forward said of the canary. finish: waits for the digests of what was
+    published.
     required: the digests that it must have, where it was pushed before.
     """
 
@@ -58,7 +59,8 @@ class Sent:
         return finished.digests if finished else {}
 
     def for_those_behind(self) -> Sent:
-        """Returns the same publication without a base: an engine that is behind need not serve the version's base."""
+        """Returns the same publication without a base: an engine that is behind need not serve the
+        version's base."""
         sent = replace(self, manifest=structs.replace(self.manifest, base=None))
         vars(sent).update({name: value for name, value in vars(self).items() if name == "finished"})
         return sent
@@ -77,11 +79,13 @@ class Session:
     """Which push each version was: a version is pushed once."""
     pushes: int = 0
     described: list[TensorMeta] = field(default_factory=list)
-    """The source's tensors as they were checked last. Their signature and sizes hold for an equal list."""
+    """The source's tensors as they were checked last. Their signature and sizes hold for an equal
+    list."""
     signature: str = ""
     sizes: dict[str, int] = field(default_factory=dict)
     cast: tuple[list[TensorMeta], str] = field(default_factory=lambda: ([], ""))
-    """The last list that was another than the source's, such as one in other dtypes, and its signature."""
+    """The last list that was another than the source's, such as one in other dtypes, and its
+    signature."""
     current: Sent | None = None
     """The version that at least one engine serves, still published."""
 

@@ -1,17 +1,19 @@
-"""The steps of a push, in the order in which `sync.py` takes them. Each takes what the one before it gave.
+"""The steps of a push, in the order in which `sync.py` takes them. Each takes what the one before
+it gave.
 
-An `Attempt` goes through them. Where engines turn it down and keep their weights, `sync.py` makes the next one.
+An `Attempt` goes through them. Where engines turn it down and keep their weights, `sync.py` makes
+the next one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 
+from instep.attempt import Attempt, Done, Ready, TurnedDown
 from instep.digest import total
 from instep.engine.advice import trace
 from instep.engine.fused_commit import fused
@@ -26,41 +28,6 @@ from instep.session import Sent, Session
 from instep.source import Look, check_unchanged
 from instep.telemetry import Account, Event
 from instep.transport import Placed, at_rest
-
-AttemptName = Literal["trusted", "asked", "another transport"]
-"""trusted: engines are taken to be as the last push has left them. asked: each has said what it serves. another transport: what was
-published could not be opened by all of them."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Engines that are to take the version. found: the last look at the source, if still current."""
-
-    name: AttemptName
-    members: Sequence[Member]
-    found: Look | None = None
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Engines that can commit. fused: whether prepare and commit are one call, which takes a single engine."""
-
-    members: Sequence[Member]
-    fused: bool
-
-
-@dataclass(frozen=True)
-class TurnedDown:
-    """Engines keep what they serve. why: one is not as the last push left it, or cannot open what was published."""
-
-    why: Literal["not as left", "not reached"]
-
-
-@dataclass(frozen=True)
-class Done:
-    """Receipts of the engines that now serve the version, by their names."""
-
-    engines: Mapping[str, EngineReceipt]
 
 
 class Push(Account):
@@ -78,8 +45,8 @@ class Push(Account):
         """Refuses a version that was pushed before, then looks at the source's tensors and notes
         their list in the session. begun: whether the transport knows that a push begins.
 
-        Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that makes no sense, and `SourceError` for a
-        source that cannot be read.
+        Raises `VersionConflict` for a version that was pushed before, `PlanError` for a list that
+        makes no sense, and `SourceError` for a source that cannot be read.
         """
         session = self.session
         if (number := session.history.get(self.version)) is not None:
@@ -111,16 +78,19 @@ class Push(Account):
         return Attempt("trusted", list(members), found)
 
     async def ask(self, *, silent: bool = False) -> Attempt:
-        """Asks all engines what they serve. Raises where `require="all"` and one does not answer. silent: also those that hung."""
+        """Asks all engines what they serve. Raises where `require="all"` and one does not answer.
+        silent: also those that hung."""
         with self.phase("connect"):
             await self.session.fleet.hello(every=self.session.config.require == "all", silent=silent)
         self.session.fleet.check_apart()
         return Attempt("asked", self._remaining(self.session.fleet.members))
 
     async def plan(self, attempt: Attempt, tensors: list[TensorMeta], *, keep_dtypes: bool = False) -> tuple[Attempt, list[TensorMeta]]:
-        """Proves for each engine that the tensors fill it, unless it was planned for their list before.
+        """Proves for each engine that the tensors fill it, unless it was planned for their list
+        before.
 
-        keep_dtypes: whether the tensors have the dtypes of an earlier version. Returns who remains, and the tensors as they are to be sent.
+        keep_dtypes: whether the tensors have the dtypes of an earlier version. Returns who remains,
+        and the tensors as they are to be sent.
         """
         members = attempt.members
         with self.phase("plan"):
@@ -135,9 +105,11 @@ class Push(Account):
         return replace(attempt, members=members), tensors
 
     def publish(self, attempt: Attempt, tensors: list[TensorMeta], base: str | None, required: Mapping[str, int] | None = None) -> Sent:
-        """Makes the source's weights available to the engines' workers. required: the digests of a version that was pushed before.
+        """Makes the source's weights available to the engines' workers. required: the digests of a
+        version that was pushed before.
 
-        Raises `SourceError` where the trainer changed a tensor meanwhile, or has no forward for the canary: nothing has been sent.
+        Raises `SourceError` where the trainer changed a tensor meanwhile, or has no forward for the
+        canary: nothing has been sent.
         """
         session, expected = self.session, self._expected()
         with self.phase("publish"):
@@ -171,14 +143,15 @@ class Push(Account):
         return scores
 
     def fuse(self, attempt: Attempt, sent: Sent) -> Ready | None:
-        """Leaves the preparation to the commit for a single trusted engine whose bytes lie where it found the last ones: there is no other
-        engine to hold back. Returns None for others."""
+        """Leaves the preparation to the commit for a single trusted engine whose bytes lie where it
+        found the last ones: there is no other engine to hold back. Returns None for others."""
         first, *others = attempt.members
         fits = not others and first.finds_where_it_was(sent.manifest) and fused(first.engine) is not None
         return Ready(attempt.members, fused=True) if fits and self.session.transport.digests_apart else None
 
     async def prepare(self, attempt: Attempt, sent: Sent) -> Ready | TurnedDown:
-        """Every engine checks names, base and bytes; nothing visible changes. With `require="all"` one failure aborts all."""
+        """Every engine checks names, base and bytes; nothing visible changes. With `require="all"`
+        one failure aborts all."""
         members, transport = attempt.members, self.session.transport
         transport.use(sent.manifest.location.transport)
         failure = await self._prepare(members, sent)
@@ -207,8 +180,9 @@ class Push(Account):
         return None
 
     async def commit(self, ready: Ready, sent: Sent) -> Done | TurnedDown:
-        """Commits on each engine between two of its steps. Raises where `require="all"` and one does
-        not serve the new version afterwards. A fused commit that changed nothing is turned down."""
+        """Commits on each engine between two of its steps. Raises where `require="all"` and one
+        does not serve the new version afterwards. A fused commit that changed nothing is turned
+        down."""
         members = ready.members
         done = await self._commit(members, sent)
         if ready.fused and members[0].failure and members[0].serving == "old":
@@ -233,14 +207,16 @@ class Push(Account):
                 )
 
     async def break_off(self) -> None:
-        """Cleans up after a push that failed or was cancelled: engines go on or refuse, and their leases end."""
+        """Cleans up after a push that failed or was cancelled: engines go on or refuse, and their
+        leases end."""
         fleet, sent = self.session.fleet, self.committing
         await fleet.settle(self.version)
         if sent is not None and any(member.has(self.version) for member in fleet.members):
             self.session.keep(sent)
 
     async def receipt(self, done: Done, sent: Sent) -> Receipt:
-        """Makes the receipt. Raises `CanaryError` where engines fail the canary, which refuse to generate from then on."""
+        """Makes the receipt. Raises `CanaryError` where engines fail the canary, which refuse to
+        generate from then on."""
         session, engines = self.session, done.engines
         gap = await self._canary([member for member in session.fleet.members if member.name in engines], sent.expected)
         session.fleet.ask_again()

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from instep.attempt import Attempt, Done, Ready
 from instep.config import Caches, Config, Require, TransportName, check_version
 from instep.engine.fleet import Fleet
 from instep.engine.member import Member
@@ -27,7 +28,7 @@ from instep.shielded import to_the_end
 from instep.source.adapter import adapter_of
 from instep.source.guarded import Guarded
 from instep.source.pairs import Pair, drained
-from instep.steps import Attempt, Done, Push, Ready
+from instep.steps import Push
 from instep.telemetry import Event, Sink, log
 
 T = TypeVar("T")
@@ -39,20 +40,22 @@ class WeightSync:
         sync = WeightSync(source=model, engines=[llm])
         for step in range(steps):
             train(model)
-            receipt = sync.push(version=f"step-{step}")  # every engine serves it now, or the error says which do not
+            receipt = sync.push(version=f"step-{step}")  # every engine serves it, or an error says more
 
-    Invariant: an engine serves one whole version, and its label is changed only after its bytes were proved to be the trainer's. The
-    trainer may change its weights when the push returns.
+    Invariant: an engine serves one whole version, and its label is changed only after its bytes
+    were proved to be the trainer's. The trainer may change its weights when the push returns.
 
-    source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, an `Adapter`, or a `Source`.
-    engines: a list of `vllm.LLM`, `AsyncLLM`, servers' URLs, handles of Ray actors, `TransformersEngine`, `MemoryEngine`, or any `Engine`.
+    source: an `nn.Module`, a mapping of names to tensors, a directory of safetensors files, an
+    `Adapter`, or a `Source`.
+    engines: a list of `vllm.LLM`, `AsyncLLM`, servers' URLs, handles of Ray actors,
+    `TransformersEngine`, `MemoryEngine`, or any `Engine`.
     sinks: functions that take one `Event` at a time (see `instep.telemetry`).
 
-    The other settings are those of `instep.config.Config`. Raises `ConfigError` for what cannot be used.
+    The other settings are those of `instep.config.Config`. Raises `ConfigError` for wrong ones.
 
-    Where the source lies in several processes (FSDP, ZeRO, DTensor), every rank makes a `WeightSync` and
-    makes the same calls. Rank 0 has the engines; those of other ranks are not looked at. Every rank
-    returns the same receipt or raises the same error.
+    Where the source lies in several processes (FSDP, ZeRO, DTensor), every rank makes a
+    `WeightSync` and makes the same calls. Rank 0 has the engines; those of other ranks are not
+    looked at. Every rank returns the same receipt or raises the same error.
     """
 
     def __init__(
@@ -85,9 +88,11 @@ class WeightSync:
         """Brings every engine to the source's weights of this moment and labels them `version`.
 
         base: refuse unless every engine serves this version now.
-        pairs: (name, tensor) pairs, for a `PairSource`. They are read to the end also where the push fails, on every rank.
+        pairs: (name, tensor) pairs, for a `PairSource`. They are read to the end also where the
+        push fails, on every rank.
 
-        Raises `ConfigError`, `PlanError`, `VersionConflict`, `SourceError`, `TransportError`: every engine still serves what it served.
+        Raises `ConfigError`, `PlanError`, `VersionConflict`, `SourceError`, `TransportError`: every
+        engine still serves what it served.
         Raises `SyncError` or a subclass: `.engines` says what each engine serves now.
         """
         with drained(pairs) as given:
@@ -103,11 +108,8 @@ class WeightSync:
             return await self._push(version, base, given, begun=False)
 
     def _begin(self) -> bool:
-        """Tells the transport that a push begins. A GPU then sums up the weights while the event
-        loop is made, which takes a third of a ms.
-
-        Returns whether the transport was told.
-        """
+        """Tells the transport that a push begins: a GPU sums up the weights while the event loop
+        is made, which takes a third of a ms. Returns whether the transport was told."""
         if not isinstance(self._role, Lead) or not self._own.here() or not self._busy.acquire(blocking=False):
             return False
         try:
@@ -132,10 +134,11 @@ class WeightSync:
         """Brings the current version to engines that do not serve it: restarted ones, and those
         that a push did not reach.
 
-        engine: a new engine, in this and every later push. It takes the place and the name of one that has died.
-        Raises `VersionConflict` where no version is held: nothing was pushed yet, the last push reached no engine, or its bytes were
-        the trainer's own and the trainer has stepped.
-        Raises `ConfigError` for an engine that is listed already, unless it has died.
+        engine: a new engine, in this and every later push. It takes the place and the name of one
+        that has died.
+        Raises `VersionConflict` where no version is held: nothing was pushed yet, the last push
+        reached no engine, or its bytes were the trainer's own and the trainer has stepped. Raises
+        `ConfigError` for an engine that is listed already, unless it has died.
         """
         return _run(self.acatch_up(engine))
 
@@ -198,7 +201,8 @@ class WeightSync:
         return fleet.states()
 
     def close(self) -> None:
-        """Frees the shared memory and releases the engines, so that other trainers may push. Engines go on serving what they serve.
+        """Frees the shared memory and releases the engines, so that other trainers may push.
+        Engines go on serving what they serve.
 
         Waits for a push that runs in another thread. May be called twice. Does nothing in a child
         that was forked: all of it is the parent's.
@@ -230,8 +234,7 @@ class WeightSync:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Locks this object during a push or catch-up: only one runs at a time, and never beside
-        a status query."""
+        """Locks this object: one push or catch-up runs at a time, none beside a status query."""
         if not self._busy.acquire(blocking=False):
             raise ConfigError("a push is running already: one WeightSync makes one push at a time")
         try:
@@ -267,14 +270,12 @@ class WeightSync:
             raise
 
     async def _follow(self, role: Follower, call: str, version: str) -> Receipt:
-        """Follows rank 0 in a thread. Waits for that thread even when cancelled: otherwise the
-        next call would overlap it."""
+        """Follows rank 0 in a thread, which is waited for even after a cancellation."""
         return await to_the_end(lambda: asyncio.to_thread(role.follow, call, version))
 
 
 def check_engines(engines: Any) -> None:
-    """Raises `ConfigError` for an argument that is no list, and for an engine that is listed
-    twice."""
+    """Raises `ConfigError` for what is no list, and for an engine that is listed twice."""
     if isinstance(engines, str) or not isinstance(engines, Sequence):
         raise ConfigError(f"engines is a list, not {type(engines).__name__}", next_step="write engines=[...], also around a single one")
     if len({engine if isinstance(engine, str) else id(engine) for engine in engines}) < len(engines):

@@ -23,7 +23,8 @@ logger = logging.getLogger("instep")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`phase` has begun; `nbytes` of `total` bytes are published; or the push has ended with a receipt or an error."""
+    """`phase` has begun; `nbytes` of `total` bytes are published; or the push has ended with a
+    receipt or an error."""
 
     kind: Literal["phase", "bytes", "done", "failed"]
     version: str
@@ -52,8 +53,8 @@ class Account:
                 logger.exception("a sink failed at %s of %s", event.kind, self.version)
 
     def progress(self, total: int) -> Callable[[int], None]:
-        """Returns a function that takes how many bytes more were read, of `total`. It tells sinks of
-        every hundredth."""
+        """Returns a function that takes how many bytes more were read, of `total`. It tells sinks
+        of every hundredth."""
         nbytes = told = 0
 
         def read(more: int) -> None:
@@ -122,7 +123,8 @@ def scalars(event: Event) -> dict[str, float]:
     """Returns the numbers of a push that has ended, for any logger of scalars; an empty dict for
     another event.
 
-    Names: `instep/seconds/PHASE`, `instep/pause` (seconds), `instep/bytes`, `instep/engines`, `instep/failed`, `instep/canary_gap`.
+    Names: `instep/seconds/PHASE`, `instep/pause` (seconds), `instep/bytes`, `instep/engines`,
+    `instep/failed`, `instep/canary_gap`.
     """
     receipt = event.receipt
     if receipt is None:

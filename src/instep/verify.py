@@ -32,9 +32,12 @@ Batch = list[tuple[TensorMeta, torch.Tensor]]
 class Verified:
     """The result of comparing one engine with a source.
 
-    equal: tensors whose bytes are in live storage. differing, unread: the others by name, with what is wrong or why it cannot be known.
-    nbytes: of those that are equal. compared, total: bytes of those that were read back, and of all.
-    canary_gap: largest difference of a log-probability; None where it was not asked for, or the source has no forward.
+    equal: tensors whose bytes are in live storage. differing, unread: the others by name, with what
+    is wrong or why it cannot be known.
+    nbytes: of those that are equal. compared, total: bytes of those that were read back, and of
+    all.
+    canary_gap: largest difference of a log-probability; None where it was not asked for, or the
+    source has no forward.
     """
 
     engine: str
@@ -55,12 +58,13 @@ class Verified:
 
 
 async def verify(source: object, engine: object, *, deadline: float = 60.0, canary: Sequence[int] = ()) -> Verified:
-    """Compares every tensor of `source` with what the workers of `engine` hold. Generation goes on between batches of tensors.
+    """Compares every tensor of `source` with what the workers of `engine` hold. Generation goes on
+    between batches of tensors.
 
     deadline: seconds that each call may take. canary: token ids that both score.
 
-    Raises `PlanError` where the two do not fit at all, `VersionConflict` where a push came in between, and what a push raises for
-    an engine that does not answer.
+    Raises `PlanError` where the two do not fit at all, `VersionConflict` where a push came in
+    between, and what a push raises for an engine that does not answer.
     """
     read, member = Guarded(open_source(source)), Member(connect(engine), uuid.uuid4().hex, deadline)
     tensors = list(read.metadata())

@@ -1,4 +1,5 @@
-"""vLLM's worker with a push's methods: `LLM(..., worker_extension_cls="instep.vllm.WorkerExtension")`."""
+"""vLLM's worker with a push's methods: `LLM(...,
+worker_extension_cls="instep.vllm.WorkerExtension")`."""
 
 from instep.engine.vllm.worker import WorkerExtension
 

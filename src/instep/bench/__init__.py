@@ -1,4 +1,5 @@
-"""`instep bench`: pushes beside what one would do instead and beside what the machine can do at best, in one run with the same weights.
+"""`instep bench`: pushes beside what one would do instead and beside what the machine can do at
+best, in one run with the same weights.
 
     shapes.py      named shapes of models, filled with random weights
     trainer.py     the side that has them; fsdp2.py is one of two ranks
@@ -38,9 +39,10 @@ def to_stderr(line: str) -> None:
 def run(shapes: str | None = None, repeats: int = 11, say: Say = to_stderr, trainer: TrainerKind = "plain") -> Results:
     """Measures on this machine what it has. Takes minutes: engines are started.
 
-    shapes: a name of `shapes.SHAPES`; by default `qwen3-8b` on GPUs, `smollm2-135m` elsewhere. repeats: timed runs of each way.
-    trainer: one process, or two ranks under FSDP2 on two GPUs.
-    Raises `ConfigError` for shapes that are not known, no runs, or a trainer that this machine has no GPUs for.
+    shapes: a name of `shapes.SHAPES`; by default `qwen3-8b` on GPUs, `smollm2-135m` elsewhere.
+    repeats: timed runs of each way.
+    trainer: one process, or two ranks under FSDP2 on two GPUs. Raises `ConfigError` for shapes that
+    are not known, no runs, or a trainer that this machine has no GPUs for.
     """
     if repeats < 1:
         raise ConfigError(f"repeats must be 1 or more, not {repeats}")

@@ -1,5 +1,5 @@
-"""`python -m instep.bench [--shapes NAME] [--trainer plain|fsdp2] [--repeats N] [--out DIR]`: the benchmark where the command line's
-packages are missing."""
+"""`python -m instep.bench [--shapes NAME] [--trainer plain|fsdp2] [--repeats N] [--out DIR]`: the
+benchmark where the command line's packages are missing."""
 
 from __future__ import annotations
 

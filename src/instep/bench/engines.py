@@ -1,4 +1,5 @@
-"""`python -m instep.bench.engines [--over memory|http|ray] [COUNT ...]`: what a push costs as engines are added.
+"""`python -m instep.bench.engines [--over memory|http|ray] [COUNT ...]`: what a push costs as
+engines are added.
 
 Each line tells, for a number of engines in memory that hold 20 tensors of 1 KiB: milliseconds of a
 push that is not the first (median of 7), and of the longest pause of an engine in it. By default

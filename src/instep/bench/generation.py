@@ -1,5 +1,6 @@
-"""`python -m instep.bench.generation [--shapes NAME] [--repeats N] [--out DIR]`: tokens a second of an actor, beside those of the bare
-`AsyncLLM` within it for the same requests, and while weights are pushed every few seconds."""
+"""`python -m instep.bench.generation [--shapes NAME] [--repeats N] [--out DIR]`: tokens a second of
+an actor, beside those of the bare `AsyncLLM` within it for the same requests, and while weights are
+pushed every few seconds."""
 
 from __future__ import annotations
 

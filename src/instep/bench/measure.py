@@ -17,12 +17,14 @@ from instep.bench.waits import Late, bounded
 from instep.errors import InstepError
 
 Push = Callable[[], dict[str, float]]
-"""Brings the trainer's weights in. The seconds of its phases: at least `pause`; `total` where it is not the whole call."""
+"""Brings the trainer's weights in. The seconds of its phases: at least `pause`; `total` where it is
+not the whole call."""
 WARM_UPS = 3
 AFTER_A_FAILURE = 10.0
 """Seconds to take down a way that has failed."""
 BOUND = 0.5
-"""Largest accepted difference of two log-probabilities (natural log) in bfloat16; other weights are several apart."""
+"""Largest accepted difference of two log-probabilities (natural log) in bfloat16; other weights are
+several apart."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """A raw rate of the machine on the way to one engine. seconds: of each transfer of one message of `nbytes`."""
+    """A raw rate of the machine on the way to one engine. seconds: of each transfer of one message
+    of `nbytes`."""
 
     name: str
     engine: str
@@ -44,9 +45,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One way to bring the trainer's weights into one engine.
 
     limit, rival: the names of the raw rate that bounds it and of the way that it is compared with.
-    runs: seconds by phase of each timed run; `total` and `pause` are always there. cold: `total` of the first run of all.
-    memory, cold_memory: bytes by place at the peak of a push, and of the first of all, beyond what was held before the way was set up.
-    gap: the largest difference found between what the engine and the trainer compute, after a push of weights that the engine lacked.
+    runs: seconds by phase of each timed run; `total` and `pause` are always there. cold: `total` of
+    the first run of all.
+    memory, cold_memory: bytes by place at the peak of a push, and of the first of all, beyond what
+    was held before the way was set up.
+    gap: the largest difference found between what the engine and the trainer compute, after a push
+    of weights that the engine lacked.
     error: why there are no numbers.
     """
 
@@ -84,10 +88,12 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     copies: list[Copy]
     calls: dict[str, dict[str, float]] = {}
-    """Seconds of calls that move no weights, by engine (medians): one to a worker that does nothing, of which a push makes three, and those
-    that pause the engine, its caches reset, and let it go on."""
+    """Seconds of calls that move no weights, by engine (medians): one to a worker that does
+    nothing, of which a push makes three, and those that pause the engine, its caches reset, and let
+    it go on."""
     notes: list[str] = []
-    """What a reader should know of this run: what could not be measured beside the rows and why, what has changed since."""
+    """What a reader should know of this run: what could not be measured beside the rows and why,
+    what has changed since."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,10 @@
-"""Pushes from several ranks of an FSDP2 trainer to an engine of two tensor-parallel workers, without gathering and with it, in one run.
+"""Pushes from several ranks of an FSDP2 trainer to an engine of two tensor-parallel workers,
+without gathering and with it, in one run.
 
     python -m instep.bench.sharded [--shapes NAME] [--repeats N] [--out DIR]
 
-Every rank is a process, and so is every worker. On CPUs alone: the way over two GPUs is `instep bench --trainer fsdp2`.
+Every rank is a process, and so is every worker. On CPUs alone: the way over two GPUs is `instep
+bench --trainer fsdp2`.
 """
 
 from __future__ import annotations

@@ -25,10 +25,12 @@ ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive", "TORCH_COMPILE_DISABLE": "1",
 }  # fmt: skip
 ON_BOTH_SIDES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""vLLM's own IPC transfer unpickles handles. For as long as the engine lives: an answer of a process that has it ends the thread that reads
-answers in one that has it not, and every call waits for ever."""
+"""vLLM's own IPC transfer unpickles handles. For as long as the engine lives: an answer of a
+process that has it ends the thread that reads answers in one that has it not, and every call waits
+for ever."""
 ROOM = 8 << 30
-"""Bytes that vLLM may take on a GPU beyond the weights: activations, CUDA graphs and a small KV cache."""
+"""Bytes that vLLM may take on a GPU beyond the weights: activations, CUDA graphs and a small KV
+cache."""
 
 
 class Subject(Protocol):

@@ -50,7 +50,8 @@ class _Thread:
 
 
 _steps: list[_Thread] = []
-"""The thread of `bounded`: the same for all steps, as each thread that computes gets threads of its own from OpenMP."""
+"""The thread of `bounded`: the same for all steps, as each thread that computes gets threads of its
+own from OpenMP."""
 
 
 def bounded(what: str, call: Callable[[], T], seconds: float = DEADLINE) -> T:

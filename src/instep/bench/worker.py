@@ -24,7 +24,8 @@ Described = tuple[str, str, list[int]]
 
 
 class BenchExtension(WorkerExtension):
-    """Both halves: a push reaches vLLM's worker through `instep_call`, the benchmark through `bench_call`."""
+    """Both halves: a push reaches vLLM's worker through `instep_call`, the benchmark through
+    `bench_call`."""
 
     def bench_call(self, method: str, arguments: list[Any]) -> Any:
         if "bench_worker" not in self.__dict__:

@@ -1,5 +1,5 @@
-"""The `instep` command. For `instep --help` only this file, cyclopts and the commands' docstrings are
-read; a command's own file is imported when it runs, or is asked for its own help.
+"""The `instep` command. For `instep --help` only this file, cyclopts and the commands' docstrings
+are read; a command's own file is imported when it runs, or is asked for its own help.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 partly done (some of the engines), 4 digests differ,
 5 not all compared, 130 interrupted.

@@ -20,7 +20,8 @@ def bench(
     out: Path = Path("bench-results"),
     json: bool = False,
 ) -> int:
-    """Measure pushes beside vLLM's own ways and the raw rates of this machine, with the same random weights. Takes minutes.
+    """Measure pushes beside vLLM's own ways and the raw rates of this machine, with the same random
+    weights. Takes minutes.
 
     Exit code 1 if nothing could be measured; a way that fails is a row with its error.
 
@@ -29,7 +30,8 @@ def bench(
     shapes
         Of the model; by default `qwen3-8b` on GPUs and `smollm2-135m` elsewhere.
     trainer
-        `fsdp2`: two ranks, which have half of every weight each on GPUs 0 and 1, beside gathering them for vLLM's own transfer.
+        `fsdp2`: two ranks, which have half of every weight each on GPUs 0 and 1, beside gathering
+        them for vLLM's own transfer.
     repeats
         Timed runs of each way. Numbers are medians.
     out

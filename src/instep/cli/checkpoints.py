@@ -20,7 +20,8 @@ from instep.source.module import ModuleSource
 CANARY = tuple(range(1, 9))
 """Token ids that every vocabulary has."""
 CANARY_BOUND = 1.0
-"""Largest accepted difference of two log-probabilities (natural log): kernels round differently, a wrong layer is far off."""
+"""Largest accepted difference of two log-probabilities (natural log): kernels round differently, a
+wrong layer is far off."""
 Urls = Annotated[list[str], Parameter(consume_multiple=True)]
 """One or more after one flag."""
 AGAIN = "`instep status URL` says what each server serves: restart those that are gone, then run this again"

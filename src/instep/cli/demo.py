@@ -22,7 +22,8 @@ def demo(
     Parameters
     ----------
     model
-        `smollm2` is SmolLM2-135M-Instruct and takes minutes; `tiny` is a random model and takes seconds.
+        `smollm2` is SmolLM2-135M-Instruct and takes minutes; `tiny` is a random model and takes
+        seconds.
     steps
         Optimizer steps, each followed by one push.
     seed

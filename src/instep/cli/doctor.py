@@ -25,7 +25,8 @@ def doctor(*, self_test: bool = False, json: bool = False) -> int:
     Parameters
     ----------
     self_test
-        Also start an engine and push to it twice: the same weights change nothing, other weights change its outputs.
+        Also start an engine and push to it twice: the same weights change nothing, other weights
+        change its outputs.
     json
         Print the findings as JSON on stdout.
     """

@@ -27,9 +27,11 @@ PHASES = ("describe", "plan", "publish", "prepare", "commit")
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Layers that differ in the numbers of their names alone. params, routes and nbytes are those of one layer.
+    """Layers that differ in the numbers of their names alone. params, routes and nbytes are those
+    of one layer.
 
-    params: as `weight bfloat16[96, 64]`, of the first worker that has the layer. routes, nbytes: copies from the source, and bytes that
+    params: as `weight bfloat16[96, 64]`, of the first worker that has the layer. routes, nbytes:
+    copies from the source, and bytes that
     they have to fill, over all workers. reason: of `reload` and `kept`.
     """
 
@@ -43,7 +45,8 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """One push. seconds: by phase, as in `Receipt`; of `commit`, `apply` is the slowest worker's loader."""
+    """One push. seconds: by phase, as in `Receipt`; of `commit`, `apply` is the slowest worker's
+    loader."""
 
     seconds: dict[str, float]
     apply: float
@@ -51,9 +54,12 @@ class Timed(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """kept: parameters that a push leaves alone, and why. casts: tensors that are rounded to another dtype, as `float32 to bfloat16`.
-    widened: those that are stored in a wider one, as `bfloat16 to float32`. Equal names are drawn together in all three. why: what spoke
-    against faster transports. compared: how many layers the first push has compared with vLLM's initial load, in `initial` seconds.
+    """kept: parameters that a push leaves alone, and why. casts: tensors that are rounded to
+    another dtype, as `float32 to bfloat16`.
+    widened: those that are stored in a wider one, as `bfloat16 to float32`. Equal names are drawn
+    together in all three. why: what spoke
+    against faster transports. compared: how many layers the first push has compared with vLLM's
+    initial load, in `initial` seconds.
     unproved: those that it could not, and why."""
 
     model: str

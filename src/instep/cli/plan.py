@@ -1,4 +1,5 @@
-"""`instep plan`: which way each layer of a model takes into vLLM, tried with random weights before a training run."""
+"""`instep plan`: which way each layer of a model takes into vLLM, tried with random weights before
+a training run."""
 
 from __future__ import annotations
 
@@ -32,13 +33,15 @@ TIMEOUT = 600.0
 
 
 def plan(model: str | None = None, /, *, tp: int = 1, shapes: ShapesName | None = None, json: bool = False) -> int:
-    """See before a training run whether engine and trainer fit, and which layers vLLM has to reload.
+    """See before a training run whether engine and trainer fit, and which layers vLLM has to
+    reload.
 
-    Starts a real vLLM with random weights on this machine, beside a trainer with as many, pushes to it
-    twice, and ends it. No server is reached, and nothing is downloaded but a config. What that takes of
-    memory is said first, with what is free, and where it is too much nothing starts.
+    Starts a real vLLM with random weights on this machine, beside a trainer with as many, pushes to
+    it twice, and ends it. No server is reached, and nothing is downloaded but a config. What that
+    takes of memory is said first, with what is free, and where it is too much nothing starts.
 
-    Exit code 1, with the reason, where engine and trainer do not fit, or the memory does not suffice.
+    Exit code 1, with the reason, where engine and trainer do not fit, or the memory does not
+    suffice.
 
     Parameters
     ----------

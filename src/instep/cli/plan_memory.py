@@ -22,7 +22,8 @@ COPIES = 6
 vLLM packs them, and what a first push holds of both. At the peak 5.8 (0.27 and 1.2 GB, vLLM 0.32,
 2026-11-29)."""
 PROCESSES = 1_200_000_000
-"""Bytes that the trainer and vLLM's core take beside these, measured there too: PyTorch and vLLM."""
+"""Bytes that the trainer and vLLM's core take beside these, measured there too: PyTorch and
+vLLM."""
 WORKER = 700_000_000
 """Bytes that each worker takes beside these, measured in the same way."""
 GROUPS = "sys/fs/cgroup"

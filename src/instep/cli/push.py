@@ -34,24 +34,28 @@ def push(
     canary: bool = False,
     json: bool = False,
 ) -> int:
-    """Bring servers that are running to the weights of a checkpoint: all of them or none, proved to be the same bytes.
+    """Bring servers that are running to the weights of a checkpoint: all of them or none, proved to
+    be the same bytes.
 
-    Where the servers have a token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it. Ctrl-C and SIGTERM end
+    Where the servers have a token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it. Ctrl-C and SIGTERM
+    end
     the push: engines go on, and the last lines say with what.
 
-    Exit code 0 if every engine serves it, 3 if some do (the message says which), 4 if bytes differed on
-    the way, 130 after Ctrl-C, 1 otherwise.
+    Exit code 0 if every engine serves it, 3 if some do (the message says which), 4 if bytes
+    differed on the way, 130 after Ctrl-C, 1 otherwise.
 
     Parameters
     ----------
     model
-        A directory of safetensors files, one such file, or a Hub id, taken from huggingface_hub's cache or downloaded into it.
+        A directory of safetensors files, one such file, or a Hub id, taken from huggingface_hub's
+        cache or downloaded into it.
     engine
         URLs of servers that `instep serve` started, such as http://gpu1:8000.
     version
         The label of these weights; by default the directory's name, of a Hub id the revision.
     require
-        `all`: no engine takes the version unless every one can. `any`: those that can go on without the others.
+        `all`: no engine takes the version unless every one can. `any`: those that can go on without
+        the others.
     transport
         How the bytes travel; `auto` takes the fastest that reaches every engine.
     canary

@@ -1,7 +1,10 @@
-"""`instep doctor --self-test`: two pushes to an engine that this process starts, with a tiny random model.
+"""`instep doctor --self-test`: two pushes to an engine that this process starts, with a tiny random
+model.
 
-Identity: what the engine has already is pushed; its greedy tokens and their log-probabilities stay the same bit for bit.
-One step: the weights move; the outputs change, and engine and trainer still agree within the canary's bound.
+Identity: what the engine has already is pushed; its greedy tokens and their log-probabilities stay
+the same bit for bit.
+One step: the weights move; the outputs change, and engine and trainer still agree within the
+canary's bound.
 """
 
 from __future__ import annotations

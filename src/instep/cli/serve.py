@@ -1,4 +1,5 @@
-"""`instep serve`: vLLM's OpenAI-compatible server, with instep's worker extension and control routes in place."""
+"""`instep serve`: vLLM's OpenAI-compatible server, with instep's worker extension and control
+routes in place."""
 
 from __future__ import annotations
 
@@ -30,16 +31,19 @@ def serve(
     *flags: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     instep_catch_up: str | None = None,
 ) -> int:
-    """Start vLLM's server for MODEL. Every other flag is vLLM's own and goes to it as it is, as after `vllm serve MODEL`.
+    """Start vLLM's server for MODEL. Every other flag is vLLM's own and goes to it as it is, as
+    after `vllm serve MODEL`.
 
-    Set INSTEP_TOKEN, or INSTEP_TOKEN_FILE, to the token that trainers must know. Without one the server listens on the loopback only.
+    Set INSTEP_TOKEN, or INSTEP_TOKEN_FILE, to the token that trainers must know. Without one the
+    server listens on the loopback only.
 
     Parameters
     ----------
     model
         A directory or a Hub id.
     instep_catch_up
-        Not ready before the engine has caught up: a checkpoint directory to load, or `trainer` to wait for a trainer's push.
+        Not ready before the engine has caught up: a checkpoint directory to load, or `trainer` to
+        wait for a trainer's push.
     """
     if instep_catch_up not in (None, TRAINER) and not any(Path(instep_catch_up).glob("*.safetensors")):
         text = f"--instep-catch-up takes a directory of safetensors files or `{TRAINER}`"
@@ -57,7 +61,8 @@ def serve(
 def parsed(arguments: list[str]) -> Namespace:
     """Returns the arguments as `vllm serve` would parse them.
 
-    vLLM's own command looks up the version of a package named `vllm`, which its CPU builds are not: only the part after that is used.
+    vLLM's own command looks up the version of a package named `vllm`, which its CPU builds are not:
+    only the part after that is used.
     """
     try:
         from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -35,7 +35,8 @@ COLUMNS = ("engine", "version", "lag", "state", "last pause", "last error")
 class Row(msgspec.Struct, frozen=True):
     """One engine.
 
-    version: None for its own first weights. lag: versions begun since then that it does not serve. last_pause: seconds.
+    version: None for its own first weights. lag: versions begun since then that it does not serve.
+    last_pause: seconds.
     state: `waiting` refuses to generate until it has caught up; `dirty` until a push heals it.
     `refused` does not let this caller in.
     """

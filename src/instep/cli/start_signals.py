@@ -1,9 +1,9 @@
 """Handles SIGTERM and Ctrl-C while vLLM starts.
 
 Both raise KeyboardInterrupt in vLLM then, which catches one itself where it waits for its engine
-(0.32): the signal is lost, and the engine starts all the same. Nothing is at stake before it is there,
-so the process ends at once, whatever vLLM has set. Afterwards a server has vLLM's handlers, which let
-requests end.
+(0.32): the signal is lost, and the engine starts all the same. Nothing is at stake before it is
+there, so the process ends at once, whatever vLLM has set. Afterwards a server has vLLM's handlers,
+which let requests end.
 """
 
 from __future__ import annotations

@@ -23,20 +23,22 @@ SHOWN = 5  # tensors of each kind that are named
 
 
 def verify(model: str, /, *, engine: Urls, canary: bool = False, json: bool = False) -> int:
-    """Compare the weights that servers hold now with a checkpoint, by digests. Nothing is changed, generation goes on.
+    """Compare the weights that servers hold now with a checkpoint, by digests. Nothing is changed,
+    generation goes on.
 
-    What a server keeps in a layout of its own cannot be read back. The result says what share was, and
-    --canary covers the rest: it compares what the engine computes. Where the server has a token, set
-    INSTEP_TOKEN or INSTEP_TOKEN_FILE to it.
+    What a server keeps in a layout of its own cannot be read back. The result says what share was,
+    and --canary covers the rest: it compares what the engine computes. Where the server has a
+    token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it.
 
-    Exit code 0 if all was read back and is equal, or what was is and the canary agrees; 4 if something
-    differs; 5 if what was read back is equal, and the rest is not known; 3 if some engines could not be
-    asked, 1 if none could.
+    Exit code 0 if all was read back and is equal, or what was is and the canary agrees; 4 if
+    something differs; 5 if what was read back is equal, and the rest is not known; 3 if some
+    engines could not be asked, 1 if none could.
 
     Parameters
     ----------
     model
-        A directory of safetensors files, one such file, or a Hub id, taken from huggingface_hub's cache or downloaded into it.
+        A directory of safetensors files, one such file, or a Hub id, taken from huggingface_hub's
+        cache or downloaded into it.
     engine
         URLs of servers that `instep serve` started, such as http://gpu1:8000.
     canary

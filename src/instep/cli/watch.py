@@ -28,7 +28,8 @@ FIELDS = ("engine", "version", "lag", "state", "last_pause", "last_error")
 def watch(urls: list[str], /, *, json: bool = False) -> int:
     """Show what the engines of servers serve, asked once a second, until q or Ctrl-C.
 
-    Keys: s sorts by the next column, r reverses, q quits. Where standard output is no terminal, the table is printed at each change.
+    Keys: s sorts by the next column, r reverses, q quits. Where standard output is no terminal, the
+    table is printed at each change.
 
     Parameters
     ----------

@@ -37,12 +37,14 @@ def run(
     """Trains `model`, pushes every step to a live engine, and leaves a picture and a log in `out`.
 
     steps: optimizer steps; default 12.
-    seed: of the questions, the sampling and the random model. The same seed on the same machine gives the same run.
+    seed: of the questions, the sampling and the random model. The same seed on the same machine
+    gives the same run.
     json: the log on stdout; the table goes to stderr.
     http: the engine is an `instep serve` in another process.
     ray: two actors on Ray answer while the trainer learns, so that no run is like another.
 
-    Returns the exit code 0. Raises `ConfigError` where a package is missing or no engine starts, `InstepError` where a push fails.
+    Returns the exit code 0. Raises `ConfigError` where a package is missing or no engine starts,
+    `InstepError` where a push fails.
     """
     if ray and http:
         raise ConfigError("the demo runs on Ray or over HTTP, not both")

@@ -19,7 +19,8 @@ from instep.engine.transformers import Completion, TransformersEngine
 from instep.errors import ConfigError
 
 Generate = Callable[[Sequence[list[int]], int, int], list[list[Completion]]]
-"""Takes prompts, the number of samples for each, and a seed. Gives each prompt's completions, sampled at temperature 1."""
+"""Takes prompts, the number of samples for each, and a seed. Gives each prompt's completions,
+sampled at temperature 1."""
 Sampled = tuple[list[Group], list[str]]
 """A group of graded completions for each question, and the versions of the weights that sampled
 them."""

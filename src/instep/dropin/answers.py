@@ -1,6 +1,8 @@
-"""Engines as a trainer of the originals has them: Ray actors or objects of this process, with `update_weight` or `collective_rpc`.
+"""Engines as a trainer of the originals has them: Ray actors or objects of this process, with
+`update_weight` or `collective_rpc`.
 
-Each call is a future, so that every wait has its bound and a trainer in a collective hears of an engine that has failed.
+Each call is a future, so that every wait has its bound and a trainer in a collective hears of an
+engine that has failed.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def in_thread(action: Callable[[], Any]) -> Future[Any]:
 
 
 def meanwhile(group: Communicator, action: Callable[[], None], calls: Sequence[Future[Any]]) -> None:
-    """Takes this rank's part in a collective of the engines' calls. An engine that fails without taking part ends it."""
+    """Takes this rank's part in a collective of the engines' calls. An engine that fails without
+    taking part ends it."""
     over = threading.Event()
 
     def watch() -> None:

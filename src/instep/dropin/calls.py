@@ -1,7 +1,7 @@
 """Calls that all workers of an engine run at once: what each returns, and which of them raises.
 
-One worker raises for all (see `engine/vllm/backend.py`: vLLM loses step with replies after several have). So a caller hears of a failure
-in any worker also where it looks at no answer.
+One worker raises for all (see `engine/vllm/backend.py`: vLLM loses step with replies after several
+have). So a caller hears of a failure in any worker also where it looks at no answer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Status = dict[str, Any]
-"""What a worker method returns: `ok`, `error` (text or None), `rank`, `version` (what the worker serves now), `committed` (by this call),
-`dirty` (why the model must not run, or None)."""
+"""What a worker method returns: `ok`, `error` (text or None), `rank`, `version` (what the worker
+serves now), `committed` (by this call), `dirty` (why the model must not run, or None)."""
 
 SERVES = re.compile(r'the engine (?:(holds parts of two versions)|serves (?:"([^"]*)"|its first weights))')
 
 
 def by_all(method: Callable[Concatenate[Any, P], WorkerReceipt | None]) -> Callable[Concatenate[Any, P], Status]:
-    """A worker method that answers with a `Status`. Arguments that do not fit are an error like any other."""
+    """A worker method that answers with a `Status`. Arguments that do not fit are an error like any
+    other."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Status:
@@ -39,7 +40,8 @@ def by_all(method: Callable[Concatenate[Any, P], WorkerReceipt | None]) -> Calla
 
 
 def in_turn(method: Callable[Concatenate[Any, P], WorkerReceipt | None]) -> Callable[Concatenate[Any, P], Status]:
-    """As `by_all`, for a method that receives one broadcast. The worker takes part in it whatever goes wrong: the trainer would wait."""
+    """As `by_all`, for a method that receives one broadcast. The worker takes part in it whatever
+    goes wrong: the trainer would wait."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Status:

@@ -1,4 +1,5 @@
-"""Trainer and worker on one GPU: the trainer fills a shared buffer again and again, and the worker takes tensors out of it.
+"""Trainer and worker on one GPU: the trainer fills a shared buffer again and again, and the worker
+takes tensors out of it.
 
 sender.get_zmq_handles()                           {device: address}
 sender.update_weights()     buffer ───────────▶    update_weights_from_ipc(handles)
@@ -36,7 +37,8 @@ class ColocateWorkerExtension(RoundsExtension):
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = DEADLINE) -> WorkerReceipt:
         """Takes one update from the sender at this device's address.
 
-        timeout: seconds that the sender may be silent. Then, and after anything that is wrong, the old weights serve on.
+        timeout: seconds that the sender may be silent. Then, and after anything that is wrong, the
+        old weights serve on.
         """
         return self.instep_follow(rounds_of(self), zmq_handles, timeout)
 

@@ -1,4 +1,5 @@
-"""The trainer's half of an update through a buffer on the GPU that it shares with a worker: see `colocate.py`."""
+"""The trainer's half of an update through a buffer on the GPU that it shares with a worker: see
+`colocate.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class ColocateSender:
         return self.device_id
 
     def get_zmq_handles(self) -> dict[str, str]:
-        """An address for the worker, in a folder that no other user can enter. It serves one update."""
+        """An address for the worker, in a folder that no other user can enter. It serves one
+        update."""
         self.close()
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER))
@@ -56,10 +58,12 @@ class ColocateSender:
         return {self.report_device_id(): address}
 
     def update_weights(self, version: str | None = None) -> str:
-        """Sends the source's weights of this moment. The version's label, when the engine serves it.
+        """Sends the source's weights of this moment. The version's label, when the engine serves
+        it.
 
-        Raises what the worker says went wrong, `TransportError` where it does not answer in time, and `SourceError` where the weights
-        changed meanwhile. The engine serves what it served then, unless the error says that it is dirty.
+        Raises what the worker says went wrong, `TransportError` where it does not answer in time,
+        and `SourceError` where the weights changed meanwhile. The engine serves what it served
+        then, unless the error says that it is dirty.
         """
         if self._open is None:
             raise TransportError(
@@ -114,7 +118,8 @@ class ColocateSender:
                 raise SourceError.changed(meta.name)
 
     def _buckets(self, buffer: torch.Tensor) -> Iterator[list[Item]]:
-        """Fills the buffer in the source's order, as often as needed; it must be free again when the next bucket is asked for."""
+        """Fills the buffer in the source's order, as often as needed; it must be free again when
+        the next bucket is asked for."""
         filled: list[Item] = []
         offset = 0
         metas = {meta.name: meta for meta in self.source.metadata()}

@@ -1,4 +1,5 @@
-"""What travels between a trainer and a worker that share a GPU, and the socket on which it does: every wait ends."""
+"""What travels between a trainer and a worker that share a GPU, and the socket on which it does:
+every wait ends."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Buffer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Item(msgspec.Struct, frozen=True):
-    """Where a tensor lies in the buffer (offset in bytes), and its digest where the trainer tells it."""
+    """Where a tensor lies in the buffer (offset in bytes), and its digest where the trainer tells
+    it."""
 
     meta: TensorMeta
     offset: int
@@ -56,7 +58,8 @@ Message = Buffer | Bucket | End
 
 
 def message_of(data: bytes) -> Message:
-    """A message of a `ColocateSender`, or of the trainer of vLLM's example, which pickles. Raises `TransportError` for anything else."""
+    """A message of a `ColocateSender`, or of the trainer of vLLM's example, which pickles. Raises
+    `TransportError` for anything else."""
     try:
         if data[:1] == pickle.PROTO:
             return _foreign(_Known(BytesIO(data)).load())
@@ -111,7 +114,8 @@ class Line:
         self.socket.connect(address)
 
     def send(self, message: Any, seconds: float, silent: str) -> None:
-        """Raises `TransportError`: `silent` after so many seconds without another side, or that it is gone."""
+        """Raises `TransportError`: `silent` after so many seconds without another side, or that it
+        is gone."""
         import zmq
 
         self._wait(seconds, zmq.POLLOUT, silent)
@@ -134,9 +138,11 @@ class Line:
                 raise TransportError(silent)
 
     def _is_gone(self) -> bool:
-        """Whether the other side has left, or has died before: then its address is there for a while and does not answer.
+        """Whether the other side has left, or has died before: then its address is there for a
+        while and does not answer.
 
-        An address that is no `ColocateSender`'s may be of an earlier run, and in use again in a moment.
+        An address that is no `ColocateSender`'s may be of an earlier run, and in use again in a
+        moment.
         """
         import zmq
         from zmq.utils.monitor import recv_monitor_message
@@ -154,7 +160,8 @@ class Line:
     def refuse(self, error: Exception) -> None:
         """Answers a trainer that waits; one that was silent is not waited for.
 
-        In two parts: the trainer of vLLM's own example reads one, looks at none, and would go on for ever. Its next call fails so.
+        In two parts: the trainer of vLLM's own example reads one, looks at none, and would go on
+        for ever. Its next call fails so.
         """
         import zmq
 
@@ -165,7 +172,8 @@ class Line:
 
 @contextmanager
 def open_line(kind: str, other: str, linger: int) -> Iterator[Line]:
-    """kind: `REQ` or `REP`. other: what the other side is called. linger: milliseconds for a last message to leave."""
+    """kind: `REQ` or `REP`. other: what the other side is called. linger: milliseconds for a last
+    message to leave."""
     with needed_by("an update over shared memory"):
         import zmq
 

@@ -1,8 +1,8 @@
 """The group of the originals: calls on tensors of all ranks, each ended by a deadline.
 
-All ranks meet before a broadcast (`meeting.py`): bytes that nobody took would be taken for those of the next one. They are told then how
-many bytes follow, and their digest. So receivers know whether they got what the sender has, and one that expects something else takes the
-bytes all the same: the ranks stay in step.
+All ranks meet before a broadcast (`meeting.py`): bytes that nobody took would be taken for those of
+the next one. They are told then how many bytes follow, and their digest. So receivers know whether
+they got what the sender has. One that expects something else takes the bytes: ranks stay in step.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from instep.transport.group import Group
 from instep.transport.store import find, serve
 
 DEADLINE = 300.0
-"""Seconds for a group to form and for each call on it, unless told otherwise: what vLLM's examples wait for a group."""
+"""Seconds for a group to form and for each call on it, unless told otherwise: what vLLM's examples
+wait for a group."""
 
 OF_NCCL = {"nccl", "nccl_version", "unique_id", "comm", "from_unique_id_bytes", "register_comm_window", "register_comm_window_raw"}
 OF_NCCL |= {"deregister_comm_window", "suspend", "resume"}
 
 
 class Communicator:
-    """Rank `rank` of `world_size`, on `device`: NCCL for a GPU, Gloo for the CPU. Every call returns when its work is done.
+    """Rank `rank` of `world_size`, on `device`: NCCL for a GPU, Gloo for the CPU. Every call
+    returns when its work is done.
 
-    Calls raise `TransportError` at the deadline, when a peer is gone, or when another rank gave up. Names and arguments are those of
-    vLLM's `PyNcclCommunicator`; what only NCCL itself has is an `AttributeError` that says so. lines: tell which peers are gone.
+    Calls raise `TransportError` at the deadline, when a peer is gone, or when another rank gave up.
+    Names and arguments are those of vLLM's `PyNcclCommunicator`; what only NCCL itself has is an
+    `AttributeError` that says so. lines: tell which peers are gone.
     """
 
     def __init__(self, group: Group, timeout: float, lines: Lines | None = None) -> None:
@@ -61,8 +64,9 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
         """Rank `src`'s tensor into everybody else's, of the same dtype and shape.
 
-        Raises `TransportError` on ranks whose tensor is of another dtype or shape, `DigestMismatch` where other bytes arrive, and
-        `TransportError` on every rank where some do not take part within `timeout`. All of these leave the group in order.
+        Raises `TransportError` on ranks whose tensor is of another dtype or shape, `DigestMismatch`
+        where other bytes arrive, and `TransportError` on every rank where some do not take part
+        within `timeout`. All of these leave the group in order.
         """
         self.turns += 1
         with self._on(stream):
@@ -88,13 +92,15 @@ class Communicator:
             return combined if out_tensor is None else out_tensor.detach().copy_(combined)
 
     def all_gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, stream: Any = None) -> None:
-        """All ranks' tensors of one shape, one behind the other in the order of ranks, in `output_tensor`."""
+        """All ranks' tensors of one shape, one behind the other in the order of ranks, in
+        `output_tensor`."""
         with self._on(stream):
             rooms = self._gathered([input_tensor] * self.world_size, input_tensor)
             output_tensor.detach().copy_(torch.stack(rooms).view(output_tensor.shape))
 
     def all_gatherv(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, sizes: Sequence[int], stream: Any = None) -> None:
-        """As `all_gather`, where rank i has `sizes[i]` rows. Raises `ConfigError` for sizes that do not add up."""
+        """As `all_gather`, where rank i has `sizes[i]` rows. Raises `ConfigError` for sizes that do
+        not add up."""
         self._check(sizes, output_tensor)
         with self._on(stream):
             output_tensor.detach().copy_(torch.cat(self._gathered(torch.split(output_tensor.detach(), list(sizes)), input_tensor)))
@@ -110,7 +116,8 @@ class Communicator:
     def reduce_scatterv(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, sizes: Sequence[int], op: Any = ReduceOp.SUM, stream: Any = None
     ) -> None:
-        """As `reduce_scatter`, where rank i's share has `sizes[i]` rows. Raises `ConfigError` for sizes that do not add up."""
+        """As `reduce_scatter`, where rank i's share has `sizes[i]` rows. Raises `ConfigError` for
+        sizes that do not add up."""
         self._check(sizes, input_tensor)
         combined = self.all_reduce(input_tensor, op=op, stream=stream)
         output_tensor.detach().copy_(torch.split(combined, list(sizes))[self.rank].view(output_tensor.shape))
@@ -118,7 +125,8 @@ class Communicator:
     def scatter(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor | None, sizes: Sequence[int], root: int = 0, stream: Any = None
     ) -> None:
-        """Rank `root`'s `sizes[i]` rows to rank i's `output_tensor`. Other ranks need no `input_tensor`."""
+        """Rank `root`'s `sizes[i]` rows to rank i's `output_tensor`. Other ranks need no
+        `input_tensor`."""
         if self.rank != root:
             if sizes[self.rank]:
                 self.recv(output_tensor, root, stream)
@@ -134,7 +142,7 @@ class Communicator:
         self.group_end()
 
     def batch_isend_irecv(self, p2p_ops: Sequence[Any], stream: Any = None) -> None:
-        """What `torch.distributed.P2POp`s say, all at the same time. Peers are ranks of this group."""
+        """Does what `torch.distributed.P2POp`s say at once. Peers are ranks of this group."""
         self.group_start()
         for one in p2p_ops:
             call = self.send if one.op is torch.distributed.isend else self.recv
@@ -235,7 +243,8 @@ class Communicator:
             then()
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
-        """The caller's stream, or the current one of the group's device, whatever device is current in this thread."""
+        """The caller's stream, or the current one of the group's device, whatever device is current
+        in this thread."""
         if stream is not None:
             return torch.cuda.stream(stream)
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -244,7 +253,8 @@ class Communicator:
 def join(host: str, port: int, rank: int, world_size: int, device: torch.device, timeout: float, key: str = "") -> Communicator:
     """Rank 0 serves the store at this address and port. Returns when all ranks have come.
 
-    Raises `TransportError` after `timeout` seconds without them, `ConfigError` for a device that has no backend here.
+    Raises `TransportError` after `timeout` seconds without them, `ConfigError` for a device that
+    has no backend here.
     """
     if device.type not in ("cuda", "cpu"):
         raise ConfigError(f"a group on {device} is not possible: there are NCCL for CUDA's GPUs and Gloo for the CPU")
@@ -273,7 +283,7 @@ def sum_of(tensor: torch.Tensor, meta: TensorMeta) -> int:
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
-    """The dtype of a name with or without `torch.`. Raises `PlanError` for one that cannot travel."""
+    """Returns the dtype of a name. Raises `PlanError` for one that cannot travel."""
     text = dtype_name(name)
     if text not in ITEM_BYTES:
         raise PlanError(f"dtype {text!r} cannot be sent; known: {', '.join(ITEM_BYTES)}")

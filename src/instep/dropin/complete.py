@@ -1,4 +1,5 @@
-"""Whether a round has brought all that an engine needs: functions of metadata, of what the workers' loaders did, and of bytes at hand."""
+"""Whether a round has brought all that an engine needs: functions of metadata, of what the workers'
+loaders did, and of bytes at hand."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Known = Mapping[str, tuple[TensorMeta, int]]
 
 
 def lacking(plans: Iterable[WorkerPlan]) -> dict[str, int]:
-    """Parameters that are not filled yet, with the largest number of elements that a worker misses. Layers that compute their weights
+    """Parameters that are not filled yet, with the largest number of elements that a worker misses.
+    Layers that compute their weights
     on the way are left out: of them it cannot be told."""
     found: dict[str, int] = {}
     for plan in plans:
@@ -40,7 +42,8 @@ def unread(names: Iterable[str], plans: Sequence[WorkerPlan]) -> list[str]:
 
 
 def places(plans: Iterable[WorkerPlan]) -> dict[str, int]:
-    """Where in an engine that is read which comes of each tensor: the number of the first parameter, over all workers."""
+    """Where in an engine that is read which comes of each tensor: the number of the first
+    parameter, over all workers."""
     found: dict[str, int] = {}
     begin = 0
     for plan in plans:
@@ -62,7 +65,8 @@ def twin(name: str, metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch
 
 
 def ties(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Tensors that have the dtype, shape and bytes of an earlier one of the round, with that one's name."""
+    """Tensors that have the dtype, shape and bytes of an earlier one of the round, with that one's
+    name."""
     found, before = {}, dict[str, TensorMeta]()
     for name, meta in metas.items():
         if other := twin(name, {**before, name: meta}, tensors):
@@ -73,7 +77,8 @@ def ties(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor]) -
 
 
 def tied(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor], error: PlanError) -> list[TensorMeta]:
-    """What came, tensors of the same bytes as ties. Raises `error` where it is not about ties, or where no two have the same bytes."""
+    """What came, tensors of the same bytes as ties. Raises `error` where it is not about ties, or
+    where no two have the same bytes."""
     found = ties(metas, tensors) if error.next_step == UNTIE else {}
     if not found:
         raise error
@@ -81,7 +86,8 @@ def tied(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor], e
 
 
 def needed(found: dict[str, str], metas: Mapping[str, TensorMeta], fails: Callable[[dict[str, str]], bool]) -> dict[str, str]:
-    """Those ties without which a trace fails. Others have the same bytes by chance, as norms that are
+    """Those ties without which a trace fails. Others have the same bytes by chance, as norms that
+    are
     all ones: a trainer may send one of these alone."""
     for kind in {(metas[name].dtype, metas[name].shape) for name in found}:
         fewer = {name: other for name, other in found.items() if (metas[name].dtype, metas[name].shape) != kind}

@@ -1,4 +1,5 @@
-"""What the worker extensions of all drop-ins have in common: one `Rounds`, and how its outcome crosses the engine's RPC."""
+"""What the worker extensions of all drop-ins have in common: one `Rounds`, and how its outcome
+crosses the engine's RPC."""
 
 from __future__ import annotations
 
@@ -25,20 +26,24 @@ class RoundsExtension(WorkerExtension):
 
     @by_all
     def finish_update(self, version: str | None = None) -> WorkerReceipt:
-        """Commits the tensors that were sent since the last commit, under the label `version`, or none of them."""
+        """Commits the tensors that were sent since the last commit, under the label `version`, or
+        none of them."""
         return rounds_of(self).finish(version)
 
     def check_weights_changed(self, since: str | None = None) -> bool | None:
-        """Without `since`: whether the last update is in place and brought other bytes than the one before, or every parameter is near
-        zero, which is what the examples' trainer sends. Weights that came alone are put in place first.
+        """Without `since`: whether the last update is in place and brought other bytes than the one
+        before, or every parameter is near zero, which is what the examples' trainer sends. Weights
+        that came alone are put in place first.
 
-        since: a version that this engine served; whether its weights have another digest now. Raises `VersionConflict` for one that it
-        did not serve, or whose digest only the trainer knows.
+        since: a version that this engine served; whether its weights have another digest now.
+        Raises `VersionConflict` for one that it did not serve, or whose digest only the trainer
+        knows.
         """
         return with_one_voice(self, lambda: changed(rounds_of(self), since))[0]
 
     def instep_join(self, rank_offset: int, enter: Callable[[int], Communicator], timeout: float) -> None:
-        """Takes this worker's place in a group; a round that an earlier trainer left is forgotten. enter: joins with a rank."""
+        """Takes this worker's place in a group; a round that an earlier trainer left is forgotten.
+        enter: joins with a rank."""
         rounds = rounds_of(self)
         rounds.leave()
         rounds.peers.timeout = min(timeout, DEADLINE)  # they work on the same at the same time
@@ -48,7 +53,8 @@ class RoundsExtension(WorkerExtension):
         vars(self)["model_update_group"] = enter(rank_offset + engine * parallel.world_size + self.rank)  # type: ignore[attr-defined]
 
     def instep_call_failed(self, reason: str) -> None:
-        """A call failed on its way to this worker (see `engine/vllm/failed_calls.py`): a trainer that waits for it need not wait."""
+        """A call failed on its way to this worker (see `engine/vllm/failed_calls.py`): a trainer
+        that waits for it need not wait."""
         if (group := vars(self).get("model_update_group")) is not None:
             group.meeting.refuse(f"a call of the engine's workers failed on its way: {reason}")
 
@@ -88,7 +94,8 @@ def changed(rounds: Rounds, since: str | None) -> bool:
 
 
 def rounds_of(worker: Any) -> Rounds:
-    """The worker's rounds. From their first use on it refuses to run a model that holds parts of two versions."""
+    """The worker's rounds. From their first use on it refuses to run a model that holds parts of
+    two versions."""
     held = vars(worker)
     if "instep_rounds" not in held:
         rounds = Rounds(receiver_for(worker), peers_of(worker, "rounds"), cast=worker.instep_cast)

@@ -1,6 +1,8 @@
-"""Memory of one process in another, by a handle of plain fields: no function that comes with a handle is ever called.
+"""Memory of one process in another, by a handle of plain fields: no function that comes with a
+handle is ever called.
 
-A GPU's memory is shared as PyTorch shares it between processes, CPU memory as a segment of `transport/shm/`.
+A GPU's memory is shared as PyTorch shares it between processes, CPU memory as a segment of
+`transport/shm/`.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ PLAIN = (int, bool, bytes, type(None))
 SEGMENT = "segment"
 Handle = tuple[Any, Sequence[Any]]
 Handles = Mapping[str, Handle] | Sequence[Any] | None
-"""By the UUIDs of GPUs, or a list: of such mappings, of pairs (UUID, handle), or of a handle for each worker, by rank."""
+"""By the UUIDs of GPUs, or a list: of such mappings, of pairs (UUID, handle), or of a handle for
+each worker, by rank."""
 
 
 def rebuild_ipc(handle: Handle, device_id: int | None = None) -> torch.Tensor:
-    """The tensor that `torch.multiprocessing.reductions.reduce_tensor` made a handle of, or `share`.
+    """The tensor that `torch.multiprocessing.reductions.reduce_tensor` made a handle of, or
+    `share`.
 
     device_id: the number by which this process knows the GPU, where it differs from the sender's.
     Raises `TransportError` for a handle that is neither, or that cannot be opened here.
@@ -68,7 +72,8 @@ def rebuild_ipc(handle: Handle, device_id: int | None = None) -> torch.Tensor:
 
 
 def rebuild_tensor(handle: Handle, dtype: torch.dtype, shape: tuple[int, ...], device_id: int | None) -> torch.Tensor:
-    """The tensor of a handle, which must be of this dtype and shape. A segment holds it from its first byte on."""
+    """The tensor of a handle, which must be of this dtype and shape. A segment holds it from its
+    first byte on."""
     tensor = rebuild_ipc(handle, device_id)
     if handle[0] == SEGMENT:
         tensor = tensor[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -78,7 +83,8 @@ def rebuild_tensor(handle: Handle, dtype: torch.dtype, shape: tuple[int, ...], d
 
 
 def share(tensor: torch.Tensor) -> Handle:
-    """A handle of a CUDA tensor that travels without pickle. The tensor must live until the other side is done with it."""
+    """A handle of a CUDA tensor that travels without pickle. The tensor must live until the other
+    side is done with it."""
     if not tensor.is_cuda:
         raise TransportError(f"a tensor on {tensor.device} has no CUDA handle")
     fields: list[Any] = list(reductions.reduce_tensor(tensor.detach())[1])  # type: ignore[no-untyped-call]
@@ -89,7 +95,8 @@ def share(tensor: torch.Tensor) -> Handle:
 
 
 def mine(handles: Mapping[str, Any], device_id: str) -> Any:
-    """What is meant for this device, whether or not its UUID is written with `GPU-`. Raises `PlanError` with those that are there."""
+    """What is meant for this device, whether or not its UUID is written with `GPU-`. Raises
+    `PlanError` with those that are there."""
     for other, value in handles.items():
         if other.removeprefix("GPU-") == device_id.removeprefix("GPU-"):
             return value
@@ -113,7 +120,8 @@ def _is_pair(one: Any) -> bool:
 
 
 def device_id(device: torch.device) -> str:
-    """The UUID of a GPU, whatever number the process knows it by; this process's own name for the CPU."""
+    """The UUID of a GPU, whatever number the process knows it by; this process's own name for the
+    CPU."""
     uuid = uuid_of(device)
     return f"GPU-{uuid}" if uuid else f"CPU-{os.getpid()}"
 

@@ -1,7 +1,9 @@
-"""How the ranks of a group meet for a broadcast, in the group's store, before the first byte is sent.
+"""How the ranks of a group meet for a broadcast, in the group's store, before the first byte is
+sent.
 
-A collective that has begun cannot be taken back: a rank that never comes ends the group. So its sender asks in the store who is there, and
-begins when all are. Until then the broadcast can be called off: its ranks raise, and the group goes on with the next one.
+A collective that has begun cannot be taken back: a rank that never comes ends the group. So its
+sender asks in the store who is there, and begins when all are. Until then the broadcast can be
+called off: its ranks raise, and the group goes on with the next one.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from instep.errors import TransportError
 from instep.transport.group import Group
 
 BEGUN, DECIDED, REFUSED = "begun", "decided", "refused"
-"""Keys in the store, each with the number of a broadcast: its sender has asked; what became of it; why a rank will not come."""
+"""Keys in the store, each with the number of a broadcast: its sender has asked; what became of it;
+why a rank will not come."""
 GRACE = 5.0
-"""Seconds that a rank may take to come after a call to it has failed: the caller may try again at once."""
+"""Seconds that a rank may take to come after a call to it has failed: the caller may try again at
+once."""
 LINE = "line"
 AGAIN = "the group is in order: mend the call, and send all weights again"
 
 
 class Lines:
-    """Rank 0's connections with every other rank. They carry nothing, and break when the other process ends."""
+    """Rank 0's connections with every other rank. They carry nothing, and break when the other
+    process ends."""
 
     def __init__(self, group: Group, host: str) -> None:
         self.found: dict[int, socket.socket] = {}
@@ -43,7 +48,8 @@ class Lines:
                 self.mine.setblocking(False)
 
     def gone(self) -> list[int]:
-        """The ranks whose processes have ended, or that have left. Rank 0 knows of all, the others of rank 0."""
+        """The ranks whose processes have ended, or that have left. Rank 0 knows of all, the others
+        of rank 0."""
         if self.mine is not None:
             return [0] if _hung_up(self.mine) else []
         with suppress(OSError):
@@ -61,7 +67,8 @@ class Lines:
 
 
 class Meeting:
-    """One per rank. `number` counts the broadcasts that were decided on, with this rank or without it."""
+    """One per rank. `number` counts the broadcasts that were decided on, with this rank or without
+    it."""
 
     def __init__(self, group: Group, lines: Lines | None) -> None:
         self.group, self.lines, self.number = group, lines, 0
@@ -69,7 +76,8 @@ class Meeting:
     def ask(self, header: str, timeout: float) -> None:
         """The sender's part: returns when all ranks have come. header: what they are told.
 
-        Raises `TransportError` where one does not come in time, or a call to one has failed: the broadcast is called off.
+        Raises `TransportError` where one does not come in time, or a call to one has failed: the
+        broadcast is called off.
         """
         self.missed()
         number = self.number = self.number + 1
@@ -92,7 +100,8 @@ class Meeting:
     def come(self, sender: int, timeout: float) -> str:
         """Every other rank's part: the header, when all have come.
 
-        Raises `TransportError` where the broadcast is called off, or the sender does not ask in time.
+        Raises `TransportError` where the broadcast is called off, or the sender does not ask in
+        time.
         """
         self.missed()
         number = self.number + 1
@@ -108,12 +117,14 @@ class Meeting:
         return str(header)
 
     def call_off(self, reason: str) -> None:
-        """Ends the wait of the broadcast that has been begun, unless all have come. May be called from another thread."""
+        """Ends the wait of the broadcast that has been begun, unless all have come. May be called
+        from another thread."""
         with suppress(Exception):  # the store ends with its group
             self.group.store.set(REFUSED, f"{self._number(BEGUN)} {reason}")
 
     def refuse(self, reason: str) -> None:
-        """A call to this rank has failed on its way. A broadcast that waits for this rank now, or in a moment, is called off in a while."""
+        """A call to this rank has failed on its way. A broadcast that waits for this rank now, or
+        in a moment, is called off in a while."""
         threading.Thread(target=self._refuse, args=[reason], daemon=True).start()
 
     def _refuse(self, reason: str) -> None:
@@ -140,7 +151,8 @@ class Meeting:
         return int(store.get(key).split(b" ", 1)[0]) if store.check([key]) else 0
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Whether it is done within `timeout`. Raises where the group has ended, or a rank is gone."""
+        """Whether it is done within `timeout`. Raises where the group has ended, or a rank is
+        gone."""
         self.group.begin(timeout)
         for turn in range(1 << 62):
             self.group.look()

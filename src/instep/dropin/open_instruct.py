@@ -1,11 +1,13 @@
-"""Open Instruct's weight sync, with its names: in the place of `vllm_utils_workerwrap.py` and of the functions of `vllm_utils.py`.
+"""Open Instruct's weight sync, with its names: in the place of `vllm_utils_workerwrap.py` and of
+the functions of `vllm_utils.py`.
 
     engines = create_vllm_engines(..., worker_extension_cls="instep.dropin.open_instruct.WorkerWrap")
     refs = [engine.init_process_group.remote(host, port, rank_offset, world_size, "openrlhf", "nccl") for ...]
     group = init_process_group("nccl", f"tcp://{host}:{port}", world_size=world_size, rank=0, group_name="openrlhf")
     broadcast_weights_to_vllm(model, engines, group, deepspeed_stage)
 
-Tensors wait in the workers, and the last one commits them all: `empty_cache=True`, `finish_update()`, or what is seen to be the last.
+Tensors wait in the workers, and the last one commits them all: `empty_cache=True`,
+`finish_update()`, or what is seen to be the last.
 """
 
 from __future__ import annotations
@@ -62,17 +64,20 @@ class WorkerWrap(RoundsExtension):
 
     @in_turn
     def update_weight(self, name: str, dtype: str | torch.dtype, shape: Any, empty_cache: bool | None = None) -> WorkerReceipt | None:
-        """Receives one tensor from rank 0. empty_cache: whether it is the last one; left out, the end of an update is seen here."""
+        """Receives one tensor from rank 0. empty_cache: whether it is the last one; left out, the
+        end of an update is seen here."""
         return self.instep_receive(name, dtype, shape, last=empty_cache)
 
     @by_all
     def update_weight_cuda_ipc(
         self, name: str, dtype: str | torch.dtype, shape: Any, ipc_handles: Handles = None, empty_cache: bool | None = None
     ) -> WorkerReceipt | None:
-        """Copies one tensor from the trainer's memory on this GPU; the trainer may change it when this has returned.
+        """Copies one tensor from the trainer's memory on this GPU; the trainer may change it when
+        this has returned.
 
-        ipc_handles: by the UUID of a GPU, what `share` or PyTorch's `reduce_tensor` made of the tensor there; or a list: of such
-        mappings, of pairs (UUID, handle), or of one handle for each worker in the order of their ranks. empty_cache: see `update_weight`.
+        ipc_handles: by the UUID of a GPU, what `share` or PyTorch's `reduce_tensor` made of the
+        tensor there; or a list: of such mappings, of pairs (UUID, handle), or of one handle for
+        each worker in the order of their ranks. empty_cache: see `update_weight`.
         """
 
         def bring() -> torch.Tensor:
@@ -96,10 +101,12 @@ def init_process_group(
     group_name: str = "",
     use_ray: bool = False,
 ) -> Communicator:
-    """The trainer's place in the group, beside torch's global one. Returns when all ranks have come.
+    """The trainer's place in the group, beside torch's global one. Returns when all ranks have
+    come.
 
-    init_method: `tcp://HOST:PORT`; rank 0 listens there. timeout: for the group and for each later call, 5 minutes unless given.
-    Raises `ConfigError` for arguments that make no group, `TransportError` when the time is over.
+    init_method: `tcp://HOST:PORT`; rank 0 listens there. timeout: for the group and for each later
+    call, 5 minutes unless given. Raises `ConfigError` for arguments that make no group,
+    `TransportError` when the time is over.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     seconds = timeout.total_seconds() if timeout else DEADLINE
@@ -132,13 +139,16 @@ def broadcast_weights_to_vllm(
     gather_whole_model: bool = True,
     timeout: float = DEADLINE,
 ) -> list[Any]:
-    """Sends the model's weights from rank 0 to every engine, and returns when all of them serve these weights. Nothing is left to wait for.
+    """Sends the model's weights from rank 0 to every engine, and returns when all of them serve
+    these weights. Nothing is left to wait for.
 
-    To be called by every rank of the trainer with ZeRO 3; other stages need rank 0 alone, and return at once elsewhere.
-    gather_whole_model: ZeRO 3 gathers all parameters at once, instead of one after the other. timeout: seconds for each tensor.
+    To be called by every rank of the trainer with ZeRO 3; other stages need rank 0 alone, and
+    return at once elsewhere.
+    gather_whole_model: ZeRO 3 gathers all parameters at once, instead of one after the other.
+    timeout: seconds for each tensor.
 
-    Raises `SyncError` or a subclass on every rank that took part: on rank 0 `.engines` says what is known of each engine. Before the
-    last tensor all of them serve what they served.
+    Raises `SyncError` or a subclass on every rank that took part: on rank 0 `.engines` says what is
+    known of each engine. Before the last tensor all of them serve what they served.
     """
     ranked = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if ranked else 0
@@ -158,7 +168,8 @@ def broadcast_weights_to_vllm(
 
 
 class _Sender:
-    """Rank 0's part. It keeps its first error and goes on taking part in what the trainer's ranks do together."""
+    """Rank 0's part. It keeps its first error and goes on taking part in what the trainer's ranks
+    do together."""
 
     def __init__(self, engines: Sequence[Any], group: Communicator | None, timeout: float) -> None:
         self.engines, self.group, self.timeout = engines, group, timeout
@@ -196,7 +207,8 @@ class _Sender:
 
 
 def __getattr__(name: str) -> Any:
-    """Engines, their prompts and their results: imported when they are asked for, as workers do without Ray."""
+    """Engines, their prompts and their results: imported when they are asked for, as workers do
+    without Ray."""
     if not name.startswith("_"):
         from instep.dropin import open_instruct_engines
 

@@ -23,7 +23,8 @@ __all__ = [
 ]  # fmt: skip
 
 DRAIN = 240.0
-"""Seconds for turns to end before an update that is not in flight: `broadcast_weights_to_vllm` waits longer for each tensor."""
+"""Seconds for turns to end before an update that is not in flight: `broadcast_weights_to_vllm`
+waits longer for each tensor."""
 
 
 def create_vllm_engines(
@@ -56,9 +57,10 @@ def create_vllm_engines(
 ) -> list[Any]:
     """Handles of `num_engines` actors that are ready.
 
-    Arguments as `LLMRayActor` and `instep.generation.ray.create_vllm_engines` explain them, and raises what that raises. options: its
-    further ones, such as `max_restarts` and `engine_args`. inflight_updates: if False, an update waits for turns under way, no longer than
-    `drain_timeout` (240) seconds.
+    Arguments as `LLMRayActor` and `instep.generation.ray.create_vllm_engines` explain them, and
+    raises what that raises. options: its further ones, such as `max_restarts` and `engine_args`.
+    inflight_updates: if False, an update waits for turns under way, no longer than `drain_timeout`
+    (240) seconds.
     """
     options.setdefault("drain_timeout", DRAIN)
     return fleet.create_vllm_engines(

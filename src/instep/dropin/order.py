@@ -1,7 +1,8 @@
-"""The order in which a trainer's tensors come tells what they are, where the trainer does not say it. Pure functions of names.
+"""The order in which a trainer's tensors come tells what they are, where the trainer does not say
+it. Pure functions of names.
 
-A trainer sends its weights in one order, again and again. So tensors that come while that order has not
-begun are some weights alone.
+A trainer sends its weights in one order, again and again. So tensors that come while that order has
+not begun are some weights alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 
 class Order:
-    """full: the names of the last update of all weights, as they came. part: of the last one of several weights alone."""
+    """full: the names of the last update of all weights, as they came. part: of the last one of
+    several weights alone."""
 
     def __init__(self) -> None:
         self.full: tuple[str, ...] = ()
@@ -26,7 +28,8 @@ class Order:
     def alone(self, names: Sequence[str]) -> int:
         """How many names came before the order of all weights began: all of them, where it did not.
 
-        None of them, where it began and something else came then: that is an update of all weights with a gap.
+        None of them, where it began and something else came then: that is an update of all weights
+        with a gap.
         """
         if not self.full or self.full[0] not in names:
             return len(names)
@@ -35,7 +38,8 @@ class Order:
         return begins if rest == self.full[: len(rest)] else 0
 
     def next(self, names: Sequence[str]) -> str | None:
-        """The name that goes on with the order of all weights, where some names came before it began."""
+        """The name that goes on with the order of all weights, where some names came before it
+        began."""
         before = self.alone(names)
         count = len(names) - before
         return self.full[count] if before and 0 < count < len(self.full) else None
@@ -46,10 +50,13 @@ class Order:
 
 
 def before_the_first(names: Sequence[str], places: Mapping[str, int]) -> int:
-    """How many names came before the one that the engine holds first, where they are so few that they may be weights alone.
+    """How many names came before the one that the engine holds first, where they are so few that
+    they may be weights alone.
 
-    An update of all weights mostly begins with that one. So before any order is known, names in front of it are of doubtful origin: they
-    may be of this update, or have come alone. places: where the engine holds what it reads of each name.
+    An update of all weights mostly begins with that one. So before any order is known, names in
+    front of it are of doubtful origin: they
+    may be of this update, or have come alone. places: where the engine holds what it reads of each
+    name.
     """
     known = [name for name in names if name in places]
     if not known:

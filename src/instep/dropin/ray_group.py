@@ -1,7 +1,8 @@
 """The group of `use_ray=True`: one that Ray's collective functions know by its name, on both sides.
 
-Ray's own Gloo group is torch's global group. A vLLM worker has one already, of its engine alone, and a trainer has its own: neither can
-take part. So a backend is registered with Ray, by the interface that Ray has for it, whose groups are `Communicator`s.
+Ray's own Gloo group is torch's global group. A vLLM worker has one already, of its engine alone,
+and a trainer has its own: neither can take part. So a backend is registered with Ray, by the
+interface that Ray has for it, whose groups are `Communicator`s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A round: tensors that come one at a time, wait in host memory, and are committed as a whole (see `together.py`).
+"""A round: tensors that come one at a time, wait in host memory, and are committed as a whole (see
+`together.py`).
 
-Where a trainer does not say where its updates end, that is seen: by what the engine needs, by the order of earlier updates (`order.py`),
-by a name that comes again, at the latest when the engine begins with a new request.
+Where a trainer does not say where its updates end, that is seen: by what the engine needs, by the
+order of earlier updates (`order.py`), by a name that comes again, at the latest when the engine
+begins with a new request.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ logger = logging.getLogger("instep")
 
 
 class Rounds:
-    """One per worker. cast: whether tensors may be rounded to the dtype that the engine stores. A wider one is always taken.
+    """One per worker. cast: whether tensors may be rounded to the dtype that the engine stores. A
+    wider one is always taken.
 
     All workers of an engine get the same calls, and so have the same number of a round.
     """
@@ -55,10 +58,12 @@ class Rounds:
     ) -> WorkerReceipt | None:
         """One tensor, which the round keeps. The receipt where the round ended with it.
 
-        last: whether it ends the round; None where the trainer does not say that. digest: what the tensor's must be.
+        last: whether it ends the round; None where the trainer does not say that. digest: what the
+        tensor's must be.
 
-        A name that comes a second time begins the next round. Raises `PlanError` where the one before, which was to end by itself, was left
-        incomplete; and once anything was wrong with a round whatever that was, until its end.
+        A name that comes a second time begins the next round. Raises `PlanError` where the one
+        before, which was to end by itself, was left incomplete; and once anything was wrong with a
+        round whatever that was, until its end.
         """
         if self.now.fault is not None and self.order.full[:1] == (name,):
             self.begin()  # of an update that failed the trainer has heard
@@ -72,8 +77,8 @@ class Rounds:
         return receipt
 
     def finish(self, version: str | None = None) -> WorkerReceipt:
-        """Commits what has come, in every worker of the engine: all of them must be told to. Where nothing came since the last commit
-        its receipt is given once more.
+        """Commits what has come, when every worker is told to. If nothing has come since the last
+        commit, returns its receipt again.
 
         Raises what `Together.commit` raises, or what was wrong with the round before.
         """
@@ -83,9 +88,9 @@ class Rounds:
         return self._commit_alone(len(self.now.names), version) if alone else self._commit(version or f"round-{self.number}")
 
     def settle(self) -> None:
-        """Commits what came of a trainer that does not say where its updates end, unless more of an update of all weights is to come.
-
-        To be called before the engine begins with new requests. What goes wrong is logged, and the engine serves what it served.
+        """Commits what came of a trainer that does not say where its updates end, unless more of an
+        update of all weights is to come. Called before the engine begins with new requests.
+        What goes wrong is logged, and the engine serves what it served.
         """
         over = self.now.whole or (self._alone() and not self.order.goes_on(self.now.names))
         if over and not (self.now.says or self.now.fault or self.now.doubtful):
@@ -93,9 +98,10 @@ class Rounds:
                 self.finish()
 
     def settle_alone(self) -> None:
-        """As `settle`, told by a caller who knows that nothing more is to come: also before an update of all weights has come.
+        """Does what `settle` does, for a caller who knows that nothing more is to come, also before
+        an update of all weights has come.
 
-        Raises `PlanError` where what came cannot be put with the weights that the engine serves. It is dropped then.
+        Raises `PlanError` for what cannot be put with the weights that the engine serves.
         """
         self.settle()
         if self.now.doubtful or self.now.unseen:
@@ -106,7 +112,7 @@ class Rounds:
             self._commit(label, alone=True)
 
     def check(self) -> None:
-        """Raises `PlanError` where the engine's loader refuses what has come so far: nothing is committed then."""
+        """Raises `PlanError` where the engine's loader refuses what has come so far."""
         self._try(lambda: self.together.look(self.now.stage))
         if self.now.fault is not None:
             raise self.now.fault
@@ -117,7 +123,7 @@ class Rounds:
         self.begin()
 
     def fail_too(self, error: InstepError) -> None:
-        """Another worker has failed in a call that has gone well here: all go the same way from here."""
+        """Goes the way of another worker, which has failed in a call that has gone well here."""
         if self.now.names:
             self._fail(error)
 
@@ -126,7 +132,7 @@ class Rounds:
         self.now.told = len(self.now.names)
 
     def leave(self) -> None:
-        """Another trainer comes: what this one left is forgotten, and the order in which it sends."""
+        """Forgets what a trainer left, and its order: another one comes."""
         self.begin()
         self.order = Order()
 
@@ -150,7 +156,7 @@ class Rounds:
         return self.receipt
 
     def _commit_alone(self, count: int, version: str | None = None) -> WorkerReceipt:
-        """The first weights of those that came, under a label that names them. All others stay as they are."""
+        """Commits the first `count` weights of those that came, under a label that names them."""
         stage, rest = self.now.stage, self.now.names[count:]
         self.now.names = self.now.names[:count]
         self.now.stage = stage.only(self.now.names, self.number)
@@ -181,7 +187,8 @@ class Rounds:
             self.now.stage.clear()
 
     def _begun(self, name: str, *, says: bool) -> InstepError | None:
-        """Begins a round with a name that came already, or that comes when all have. What went wrong with the one before."""
+        """Begins a round with a name that came already, or that comes when all have. What went
+        wrong with the one before."""
         if says or self.now.says or self.now.fault is not None:
             return self._left_behind(name, ends=says)
         try:
@@ -204,7 +211,8 @@ class Rounds:
         return before_the_first(self.now.names, places(self.together.exchange(self.now.stage, "order", look)))
 
     def _drop_first(self, count: int) -> PlanError:
-        """Of a round without an update of all weights before it: the first names came alone, and an update has begun behind them."""
+        """Of a round without an update of all weights before it: the first names came alone, and an
+        update has begun behind them."""
         stage, alone, rest = self.now.stage, self.now.names[:count], self.now.names[count:]
         self.begin()
         self._go_on(stage, rest)
@@ -227,8 +235,9 @@ class Rounds:
         )
 
     def _left_behind(self, name: str, ends: bool) -> PlanError | None:
-        """Begins a round with a name that came already. The error, unless the trainer has heard of one and sent nothing since. ends: the
-        trainer says when a round ends, and hears then what is missing."""
+        """Begins a round with a name that came already. The error, unless the trainer has heard of
+        one and sent nothing since. ends: the trainer says when a round ends, and hears then what is
+        missing."""
         count = len(self.now.names)
         heard = ends or self.now.told == count or self.now.fault is not None
         absent = self.together.last.keys() - set(self.now.names)
@@ -267,8 +276,9 @@ class Rounds:
         return None if self.now.whole else self.finish()
 
     def _complete(self) -> bool:
-        """Whether all has come that the engine needs, as its workers see it together. A tensor brings no more elements than it has: so
-        the next look is due when as many have come as are missing."""
+        """Whether all has come that the engine needs, as its workers see it together. A tensor
+        brings no more elements than it has: so the next look is due when as many have come as are
+        missing."""
         if self.now.names and set(self.now.names) == set(self.order.full):
             return True
         if self.now.arrived < self.now.look_at:

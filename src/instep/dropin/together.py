@@ -5,8 +5,8 @@
         ▼                                ▼
     old weights serve on           dirty: the model must not run until another commit succeeds
 
-They are the calls that a trainer's push makes of a receiver. A worker alone can tell that all its parameters are written; that each
-tensor is read completely, only all of them can.
+They are the calls that a trainer's push makes of a receiver. A worker alone can tell that all its
+parameters are written; that each tensor is read completely, only all of them can.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ ALL_ONCE = "send all tensors of the checkpoint that the engine loads once, then 
 
 @dataclass
 class Stage:
-    """Tensors in host memory, with their digests, taken when they came. `number` is the same in every worker."""
+    """Tensors in host memory, with their digests, taken when they came. `number` is the same in
+    every worker."""
 
     number: int
     metas: dict[str, TensorMeta] = field(default_factory=dict)
@@ -74,7 +75,8 @@ def some(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
 
 
 class StageReader(Visible):
-    """A stage as a receiver reads it: nothing is left to fetch, and the bytes were compared with what the sender said when they came."""
+    """A stage as a receiver reads it: nothing is left to fetch, and the bytes were compared with
+    what the sender said when they came."""
 
     fetches = False
 
@@ -89,7 +91,8 @@ class StageReader(Visible):
 
 
 class Together:
-    """One per worker. cast: whether tensors may be rounded to the dtype that the engine stores. A wider one is always taken."""
+    """One per worker. cast: whether tensors may be rounded to the dtype that the engine stores. A
+    wider one is always taken."""
 
     def __init__(self, receiver: Receiver, peers: Peers, *, cast: bool) -> None:
         self.receiver, self.peers, self.cast = receiver, peers, cast
@@ -108,7 +111,8 @@ class Together:
         self.opened, receiver.open_reader = receiver.open_reader, self._open
 
     def commit(self, stage: Stage, version: str) -> WorkerReceipt:
-        """Raises `PlanError` where something is missing, has no place, or has another shape or dtype: the old weights serve on.
+        """Raises `PlanError` where something is missing, has no place, or has another shape or
+        dtype: the old weights serve on.
 
         Raises whatever a commit raises: then `dirty()` says why the model must not run.
         """
@@ -125,7 +129,8 @@ class Together:
         return receipt
 
     def complete(self, stage: Stage, first: First | None = None) -> None:
-        """Adds to some tensors all others of the version that the engine serves. first: brings its first weights, where it serves these.
+        """Adds to some tensors all others of the version that the engine serves. first: brings its
+        first weights, where it serves these.
 
         Raises `PlanError` where what it serves did not come this way.
         """
@@ -240,7 +245,8 @@ class Together:
         return [structs.replace(meta, dtype=casts.get(meta.alias_of or meta.name, meta.dtype)) for meta in metas]
 
     def _traced(self, metas: list[TensorMeta]) -> tuple[list[TensorMeta], WorkerPlan]:
-        """What the loader would do, and the metadata for which it would. An engine that ties what came
+        """What the loader would do, and the metadata for which it would. An engine that ties what
+        came
         under two names takes both where their bytes are the same: nobody declares ties here."""
         try:
             return metas, self._trace(metas)

@@ -11,14 +11,16 @@ from instep.dropin.communicator import Communicator
 
 
 class TorchGroup(Communicator):
-    """For `torch.distributed.broadcast(tensor, src, group=...)`, with ranks of this group. Its own methods stay as they are."""
+    """For `torch.distributed.broadcast(tensor, src, group=...)`, with ranks of this group. Its own
+    methods stay as they are."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator.group, communicator.timeout, communicator.lines)
         distributed_c10d._world.pg_group_ranks[self] = {rank: rank for rank in range(self.world_size)}  # type: ignore[index]
 
     def broadcast(self, tensor: Any, src: Any = 0, stream: Any = None) -> Any:
-        """As `Communicator.broadcast`; or as `torch.distributed` calls a group: a list of one tensor, and options that name the source."""
+        """As `Communicator.broadcast`; or as `torch.distributed` calls a group: a list of one
+        tensor, and options that name the source."""
         if isinstance(tensor, torch.Tensor):
             return super().broadcast(tensor, src, stream)
         (only,) = tensor

@@ -8,7 +8,8 @@
         # in a thread: llm.collective_rpc("update_weight", args=(name, "bfloat16", p.shape))
         group.broadcast(p, src=0)
 
-Tensors wait in the workers until the engine's last parameter has come; then all are committed at once.
+Tensors wait in the workers until the engine's last parameter has come; then all are committed at
+once.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class FlattenedTensorMetadata(TypedDict):
 def stateless_init_process_group(
     master_address: str, master_port: int, rank: int, world_size: int, device: torch.device, timeout: float = DEADLINE
 ) -> Communicator:
-    """A group beside torch's global one: NCCL where `device` is a GPU, Gloo where it is the CPU. Returns when all ranks have come.
+    """A group beside torch's global one: NCCL where `device` is a GPU, Gloo where it is the CPU.
+    Returns when all ranks have come.
 
-    timeout: seconds, for this and for each later call on the group. Raises `TransportError` when they are over, `ConfigError` for a device
-    that is neither a GPU of CUDA nor the CPU.
+    timeout: seconds, for this and for each later call on the group. Raises `TransportError` when
+    they are over, `ConfigError` for a device that is neither a GPU of CUDA nor the CPU.
     """
     return join(master_address, int(master_port), rank, world_size, torch.device(device), timeout)
 
@@ -74,5 +76,6 @@ class WorkerExtension(RoundsExtension):
 
     @in_turn
     def update_weight(self, name: str, dtype_name: str | torch.dtype, shape: Any) -> WorkerReceipt | None:
-        """Receives one tensor from rank 0. With the last that the engine needs, the new weights are in place."""
+        """Receives one tensor from rank 0. With the last that the engine needs, the new weights are
+        in place."""
         return self.instep_receive(name, dtype_name, shape, last=None)

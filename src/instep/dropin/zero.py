@@ -15,7 +15,8 @@ from instep.source.names import canonical
 
 
 def weights(model: torch.nn.Module, stage: int, whole: bool, sending: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Names, values, and whether one is the last. Ranks that do not send get none and take part in gathering."""
+    """Names, values, and whether one is the last. Ranks that do not send get none and take part in
+    gathering."""
     if stage == 3 and not whole:
         named = list(model.named_parameters())
         for name, param in named:

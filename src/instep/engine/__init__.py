@@ -6,8 +6,9 @@
     engine = connect(MemoryEngine(...))  # the public test double
     engine = connect(hf_model_engine)    # TransformersEngine, embedded
 
-An engine has one worker per TP/PP rank. `call` carries one request to all of them and brings back one reply each; everything that
-touches weights happens in the worker's `instep.receiver.Receiver`, the same code for every engine.
+An engine has one worker per TP/PP rank. `call` carries one request to all of them and brings back
+one reply each; everything that touches weights happens in the worker's `instep.receiver.Receiver`,
+the same code for every engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ UNLABELLED = "unknown"
 """Label of tokens made with weights that something else than a push has changed."""
 
 ADAPTERS = ("instep.engine.remote.http", "instep.engine.vllm.engine", "instep.engine.remote.actor_handle")
-"""Modules with `adapt(obj) -> Engine | None`, asked in order for objects that are no engines themselves."""
+"""Modules with `adapt(obj) -> Engine | None`, asked in order for objects that are no engines
+themselves."""
 
 
 @runtime_checkable

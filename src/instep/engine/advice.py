@@ -17,8 +17,9 @@ Inside = Iterator[list[Within]]
 async def trace(member: Member, tensors: list[TensorMeta], wanted: str, inside: Inside, *, cast: bool, whole: bool) -> None:
     """Runs `Member.trace` on `tensors`, whose signature is `wanted`.
 
-    inside: what else could be pushed of the source. Raises `PlanError` as `Member.trace` does. Where this engine would take something that
-    is inside, shown by a trace of it, the error says how to push that.
+    inside: what else could be pushed of the source. Raises `PlanError` as `Member.trace` does.
+    Where this engine would take something that is inside, shown by a trace of it, the error says
+    how to push that.
     """
     try:
         await member.trace(tensors, wanted, cast=cast, whole=whole)

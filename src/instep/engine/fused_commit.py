@@ -1,4 +1,5 @@
-"""A whole commit in one request, for engines that can run it in their own process: an engine is paused no longer than it takes there.
+"""A whole commit in one request, for engines that can run it in their own process: an engine is
+paused no longer than it takes there.
 
 call("reserve"), pause(caches) ── call("commit") ── each worker has proved what it took?
    ├─ yes ─────────────────────────────────────────── label(version), resume(), call("abort")

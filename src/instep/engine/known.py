@@ -40,7 +40,8 @@ class Known:
     """Why it refuses to generate."""
     plan: Plan | None = None
     listed: str = ""
-    """The signature of the last list of tensors that its workers were given with a version, since they were asked who they are."""
+    """The signature of the last list of tensors that its workers were given with a version, since
+    they were asked who they are."""
     holding: set[str] = field(default_factory=set)
     """Publications that its workers may still read."""
     address: str | None = None  # of the publication that it was asked to prepare last

@@ -1,4 +1,5 @@
-"""One engine as a trainer knows it: one request to all its workers, every wait bounded, and what is known of it after any answer."""
+"""One engine as a trainer knows it: one request to all its workers, every wait bounded, and what is
+known of it after any answer."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ from instep.receipt import EngineReceipt
 T = TypeVar("T")
 Digests = Callable[[], dict[str, int]]
 POLL, SELDOM = 0.003, 0.1
-"""Seconds between two questions whether bytes have arrived: a tenth of the time that they take, within these."""
+"""Seconds between two questions whether bytes have arrived: a tenth of the time that they take,
+within these."""
 
 
 class Member(Known):
@@ -72,7 +74,8 @@ class Member(Known):
     async def call(self, method: Method, kind: type[T], body: Any = None) -> list[T]:
         """Asks all workers. Returns one answer per worker, in rank order.
 
-        Raises `EngineTimeout`, `EngineLost`, or the first worker's fault as the error that it names.
+        Raises `EngineTimeout`, `EngineLost`, or the first worker's fault as the error that it
+        names.
         """
         phase = "prepare" if method == "ready" else method  # `ready` asks how far `prepare` is
         return self._told(method, kind, await self.bounded(phase, self.engine.call(method, self._request(body))))
@@ -179,9 +182,11 @@ class Member(Known):
                 await self.engine.call("status", self._request(None))
 
     async def commit(self, manifest: Manifest, request: CommitRequest, caches: CachePolicy, digests: Digests) -> EngineReceipt:
-        """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses to generate.
+        """Pauses, commits, labels, resumes. An engine that ends up dirty stays paused and refuses
+        to generate.
 
-        One that is trusted still, because nothing was asked of it in this push, is prepared in the same call where it can be.
+        One that is trusted still, because nothing was asked of it in this push, is prepared in the
+        same call where it can be.
         """
         started = time.perf_counter()
         self.attempted.add(manifest.version)
@@ -250,7 +255,8 @@ class Member(Known):
         await self.call("accept", type(None), manifest.version)
 
     async def _after_failed_commit(self, manifest: Manifest, error: InstepError, *, hold: bool) -> None:
-        """An engine that still serves the old version goes on; one that may not be whole must not generate."""
+        """An engine that still serves the old version goes on; one that may not be whole must not
+        generate."""
         phase = self.phase
         if self.serving == "old":
             self.holding.discard(manifest.location.address)

@@ -5,8 +5,9 @@
     engine.inject("commit", "error")          # the next push fails there
     engine.generate([1, 2, 3], max_tokens=4)  # tokens that depend on every weight
 
-It stores weights as engines do: q, k and v fused, gate and up fused, experts packed, vocabulary padded, the head tied where the checkpoint
-has none, tensor-parallel slices, a tensor derived from weights, a prefix cache. Its workers run the same receiver as vLLM's.
+It stores weights as engines do: q, k and v fused, gate and up fused, experts packed, vocabulary
+padded, the head tied where the checkpoint has none, tensor-parallel slices, a tensor derived from
+weights, a prefix cache. Its workers run the same receiver as vLLM's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ HELD = 60.0
 
 
 THREADS = 8
-"""The most of them for workers of all engines: more would wait for each other, as Python runs one at a time."""
+"""The most of them for workers of all engines: more would wait for each other, as Python runs one
+at a time."""
 
 
 @cache
@@ -54,9 +56,11 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # its threads are not 
 
 
 class MemoryEngine:
-    """An engine in memory: a test double that stores weights as engines do and fails where it is told to.
+    """An engine in memory: a test double that stores weights as engines do and fails where it is
+    told to.
 
-    checkpoint: names and tensors as `save_pretrained` writes them; the shapes the engine is built from, and its first weights.
+    checkpoint: names and tensors as `save_pretrained` writes them; the shapes the engine is built
+    from, and its first weights.
     tp: tensor-parallel workers. Where they do not divide a size the last ones have less.
 
     Raises `ConfigError` for a checkpoint that is no mapping, and for less than one worker.
@@ -96,8 +100,8 @@ class MemoryEngine:
         """Makes the next call that reaches `point` fail, hang until its deadline, or take the
         process down.
 
-        `tensor` is the index of the tensor at which the last worker's loader fails, for the point "tensor". Raises `ConfigError` for a
-        point or a kind that is not there.
+        `tensor` is the index of the tensor at which the last worker's loader fails, for the point
+        "tensor". Raises `ConfigError` for a point or a kind that is not there.
         """
         for given, known in ((point, get_args(Point)), (kind, get_args(Kind))):
             if given not in known:
@@ -112,12 +116,14 @@ class MemoryEngine:
         return MemoryEngine(checkpoint, tp=len(self.hosts), name=self.name)
 
     def generate(self, prompt: Sequence[int], max_tokens: int, *, adapter: int = 0) -> list[int]:
-        """Tokens below 1000 that follow from every weight and the prompt. A prompt seen before is answered from the prefix cache.
+        """Tokens below 1000 that follow from every weight and the prompt. A prompt seen before is
+        answered from the prefix cache.
 
         adapter: the LoRA adapter to use, by its number.
 
-        Waits while it is paused, as an engine holds its requests back. Raises `EngineDirty` while a push has left it with parts of two
-        versions, `RuntimeError` where nobody has it go on within 60 s.
+        Waits while it is paused, as an engine holds its requests back. Raises `EngineDirty` while a
+        push has left it with parts of two versions, `RuntimeError` where nobody has it go on within
+        60 s.
         """
         with self._gate.passing(self.name, HELD):
             weights = self.prefix_cache.setdefault((-adapter, *prompt) if adapter else tuple(prompt), self.fingerprint(adapter))
@@ -129,7 +135,8 @@ class MemoryEngine:
         return tokens
 
     def fingerprint(self, adapter: int = 0) -> int:
-        """A number that depends on every bit of every weight and derived tensor of every worker, and of an adapter's."""
+        """A number that depends on every bit of every weight and derived tensor of every worker,
+        and of an adapter's."""
         return sum(host.fingerprint(adapter) for host in self.hosts) & MASK
 
     async def call(self, method: Method, payload: bytes) -> list[bytes]:

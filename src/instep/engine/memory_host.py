@@ -37,7 +37,8 @@ class Place:
 
 
 class MemoryHost(PlainHost):
-    """One worker: a module laid out as engines lay it out, and a loader that takes checkpoint names."""
+    """One worker: a module laid out as engines lay it out, and a loader that takes checkpoint
+    names."""
 
     software = "the engine in memory"
 

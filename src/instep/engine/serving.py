@@ -18,8 +18,10 @@ from instep.engine import Engine
 class Sampled(Struct, frozen=True, kw_only=True):
     """What an engine sampled for one request.
 
-    logprobs: of the sampled tokens, natural logarithm, of the distribution that they were drawn from.
-    versions: (version, start, end) of the tokens of each version; None where the engine does not tell.
+    logprobs: of the sampled tokens, natural logarithm, of the distribution that they were drawn
+    from.
+    versions: (version, start, end) of the tokens of each version; None where the engine does not
+    tell.
     """
 
     token_ids: list[int]
@@ -32,7 +34,8 @@ class Sampled(Struct, frozen=True, kw_only=True):
 class KVCacheInfo(Struct, frozen=True):
     """The size of the KV cache, as the engine measured it at its start.
 
-    tokens: that fit. concurrency: requests of `max_model_len` tokens that fit. max_num_seqs: requests that one step may hold.
+    tokens: that fit. concurrency: requests of `max_model_len` tokens that fit. max_num_seqs:
+    requests that one step may hold.
     """
 
     tokens: int
@@ -49,7 +52,8 @@ class KVCacheInfo(Struct, frozen=True):
 
 
 class ModelDims(Struct, frozen=True):
-    """Sizes that follow from the model's configuration, for accounts of FLOPs and bytes, with Open Instruct's names.
+    """Sizes that follow from the model's configuration, for accounts of FLOPs and bytes, with Open
+    Instruct's names.
 
     sliding_window: tokens, of `num_sliding_window_layers`.
     """
@@ -80,7 +84,8 @@ class Serving(Protocol):
         """Samples one request. sampling: as `Sampling.vllm_kwargs` makes it. salt: only requests
         with the same salt share cached prefixes.
 
-        Cancelled, it stops working on it. Raises `EngineLost` where a process of the engine is gone.
+        Cancelled, it stops working on it. Raises `EngineLost` where a process of the engine is
+        gone.
         """
 
     async def abort(self, request_id: str) -> None:

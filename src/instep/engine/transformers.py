@@ -1,9 +1,9 @@
 """A transformers model as an engine in the trainer's process: for a laptop without vLLM, and as
 a reference.
 
-engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(...))  # a model of its own, not the trainer's
-sync = WeightSync(source=trainer_model, engines=[engine])
-completions = engine.generate([[1, 2, 3]], max_tokens=16, temperature=1.0, seed=0)
+engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(...))  # a model of its own, not
+the trainer's sync = WeightSync(source=trainer_model, engines=[engine]) completions =
+engine.generate([[1, 2, 3]], max_tokens=16, temperature=1.0, seed=0)
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class ModelHost(PlainHost):
         self.places: dict[str, Saved] = {
             saved.meta.name: saved for saved in layout(model, state, {name: identity(tensor) for name, tensor in state.items()})
         }
-        # What is saved under another name is taken under the model's own too: so a push asks for buffers that the source left out.
+        # What is saved under another name is taken under the model's own too: so a push asks for
+        # buffers that the source left out.
         moved = (saved for saved in self.places.values() if len(saved.parts) == 1 and saved.whole)
         self.places |= {saved.parts[0]: saved for saved in list(moved) if saved.parts[0] not in self.places}
 
@@ -161,5 +162,6 @@ class ModelHost(PlainHost):
 
     @contextmanager
     def reload(self) -> Iterator[None]:
-        """A transformers model derives nothing from its weights: loading is all there is to a session."""
+        """A transformers model derives nothing from its weights: loading is all there is to a
+        session."""
         yield

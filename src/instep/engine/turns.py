@@ -1,8 +1,8 @@
 """The order in which requests change what an engine does.
 
 A trainer that has given up on a step asks for the next one while the first still runs, and so may
-another trainer. So a pause, a label and a resume run one after the other, in the order in which they
-came, and none but a pause runs beside a commit.
+another trainer. So a pause, a label and a resume run one after the other, in the order in which
+they came, and none but a pause runs beside a commit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Rollouts: prompts become samples with tokens, log-probabilities, tool calls and rewards, and every token knows its weights' version.
+"""Rollouts: prompts become samples with tokens, log-probabilities, tool calls and rewards, and
+every token knows its weights' version.
 
     harness = Harness(tokenizer, Limits(max_model_len=8192), await ToolSet.connect([PythonTool()]), vllm_parser("hermes", tokenizer))
     rewards = RewardConfig(verifiers={"maths": Maths()}, non_stop_penalty=0.0)
@@ -18,11 +19,13 @@ An `LLMActor` does this with an engine of its own, and `instep.generation.ray` w
     rewards/   verifiers weighed and added                             verifiers/  whether an answer is right
     exchange/  prompts and results, ours and Open Instruct's           sandbox/    programs that nobody has read
 
-What it does around `answer`. *Prefetch*: takes `sampling.n` places of its limit before `answer`, and gives them back before `reward`.
-*Pause and drain*: its `Client.complete` waits at a gate, so that a drain waits for turns under way and not for tools; the engine says in
-`Completion.versions` which weights sampled what. *Cancel*: setting `aborted` ends samples soon and keeps what they have; cancelling the
-task of `answer` drops them, and closes their environments. *Errors*: what a client raises comes out of `answer` and ends the run; what
-tools and verifiers do wrong is in the records, and ends nothing. *Staleness*: `statistics.lag(sample, history)`.
+What it does around `answer`. *Prefetch*: takes `sampling.n` places of its limit before `answer`,
+and gives them back before `reward`. *Pause and drain*: its `Client.complete` waits at a gate, so
+that a drain waits for turns under way and not for tools; the engine says in
+`Completion.versions` which weights sampled what. *Cancel*: setting `aborted` ends samples soon and
+keeps what they have; cancelling the task of `answer` drops them, and closes their environments.
+*Errors*: what a client raises comes out of `answer` and ends the run; what tools and verifiers do
+wrong is in the records, and ends nothing. *Staleness*: `statistics.lag(sample, history)`.
 """
 
 from typing import Any

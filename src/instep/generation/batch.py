@@ -17,9 +17,12 @@ class Batch:
     """B samples, padded on the right to the T tokens of the longest. Position t of each tensor
     is about token t.
 
-    token_ids: int64 [B, T], prompt and response. attention_mask: bool [B, T], tokens that are not padding. position_ids: int64 [B, T].
-    response_mask: bool [B, T], the tokens to train on. logprobs: float32 [B, T], the engine's, 0 where `response_mask` is false.
-    version_ids: int64 [B, T], index into `versions` of the weights that a token was sampled with; -1 for all others.
+    token_ids: int64 [B, T], prompt and response. attention_mask: bool [B, T], tokens that are not
+    padding. position_ids: int64 [B, T].
+    response_mask: bool [B, T], the tokens to train on. logprobs: float32 [B, T], the engine's, 0
+    where `response_mask` is false.
+    version_ids: int64 [B, T], index into `versions` of the weights that a token was sampled with;
+    -1 for all others.
     rewards: float32 [B], NaN for a sample without one or with a broken verifier.
     ids: which sample each row is.
     """

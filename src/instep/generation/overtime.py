@@ -22,9 +22,10 @@ async def in_time(call: Callable[[], T], seconds: float) -> T:
     """Returns or raises what the call does. Raises `TimeoutError` after `seconds`, when the call
     has ended at its next step in Python.
 
-    A call into C is not stopped before it returns: one that lets other threads work, such as a search of `regex`, is left behind after
-    `ENDING` seconds more. One that does not, such as a search of `re`, stops this process meanwhile: nothing that reads a model's text
-    may make one that takes more than linear time.
+    A call into C is not stopped before it returns: one that lets other threads work, such as a
+    search of `regex`, is left behind after `ENDING` seconds more. One that does not, such as a
+    search of `re`, stops this process meanwhile: nothing that reads a model's text may make one
+    that takes more than linear time.
     """
     work = _Work(call, asyncio.get_running_loop())
     try:

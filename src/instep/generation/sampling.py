@@ -12,7 +12,8 @@ DELIVERY = {
     "logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
     "stream_interval", "flat_logprobs", "skip_clone", "output_text_buffer_length",
 }  # fmt: skip
-"""Settings of vLLM that say how tokens are handed over, not which. A rollout needs them in one way, see `vllm_kwargs`."""
+"""Settings of vLLM that say how tokens are handed over, not which. A rollout needs them in one way,
+see `vllm_kwargs`."""
 
 UNANSWERED = {"prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"}
 """Settings of vLLM that ask for what no sample has a place for."""
@@ -66,7 +67,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
     def of_turn(self, sample: int, turn: int, *, max_tokens: int, generated: int, stop: tuple[str, ...]) -> Sampling:
         """Returns the settings for one turn of one sample.
 
-        max_tokens: budget of the turn. generated: tokens that the model has generated so far. stop: the parser's stop strings.
+        max_tokens: budget of the turn. generated: tokens that the model has generated so far. stop:
+        the parser's stop strings.
         """
         return structs.replace(
             self,

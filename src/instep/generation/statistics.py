@@ -11,9 +11,11 @@ from instep.generation.types import GenerationResult, Sample
 
 
 class TokenStatistics(Struct, frozen=True):
-    """Tokens of one result. The prompt counts once; a response's tokens are the model's and the tools'.
+    """Tokens of one result. The prompt counts once; a response's tokens are the model's and the
+    tools'.
 
-    seconds: from the first request to the end of the last sample. A sample's own are in `Sample.seconds`.
+    seconds: from the first request to the end of the last sample. A sample's own are in
+    `Sample.seconds`.
     """
 
     prompt_tokens: int
@@ -40,7 +42,8 @@ def lag(sample: Sample, history: Sequence[str]) -> int:
     """Returns how many versions the oldest token of a sample is behind the last one of
     `history`; 0 without tokens.
 
-    history: versions in the order in which they were pushed. A version that is not among them is older than all.
+    history: versions in the order in which they were pushed. A version that is not among them is
+    older than all.
     """
     age = {version: len(history) - 1 - position for position, version in enumerate(history)}
     return max((age.get(span.version, len(history)) for span in sample.versions), default=0)

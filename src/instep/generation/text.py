@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 MARK = f"instep{secrets.token_hex(8)}"
-"""Where a text is cut before it is encoded. ASCII without quotes: chat templates leave it as it is, whatever they escape."""
+"""Where a text is cut before it is encoded. ASCII without quotes: chat templates leave it as it is,
+whatever they escape."""
 DEPTH = 64
-"""Levels of lists and objects in a call's arguments. What is deeper cannot be copied, printed or sent everywhere."""
+"""Levels of lists and objects in a call's arguments. What is deeper cannot be copied, printed or
+sent everywhere."""
 SHORT, KEPT = 32, 1024
 """Characters of a text whose tokens are kept, and how many are."""
 SHOWN = 10_000
@@ -64,8 +66,8 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
 class Encoder:
     """Encodes foreign text within our own, so that control tokens come from our own text alone.
 
-    Control tokens are those that the tokenizer calls special, and what was added to its vocabulary, such as `<tool_call>`, apart from
-    words and white space.
+    Control tokens are those that the tokenizer calls special, and what was added to its vocabulary,
+    such as `<tool_call>`, apart from words and white space.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -1,7 +1,8 @@
 """Records of a rollout: requests, an engine's answers, and samples.
 
-A sample is one record; nothing is kept in lists that must stay parallel across samples. Within a sample `token_ids`, `logprobs` and
-`mask` have one entry for each token of the response. All records are msgspec structs: they pickle, and `msgspec.json.encode` writes them.
+A sample is one record; nothing is kept in lists that must stay parallel across samples. Within a
+sample `token_ids`, `logprobs` and `mask` have one entry for each token of the response. All records
+are msgspec structs: they pickle, and `msgspec.json.encode` writes them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ SAMPLES = 1 << 16
 FinishReason = Literal["stop", "length", "tool_limit", "done", "abort", "error", "repetition"]
 """Why a sample ended.
 
-stop: the model ended it (end token, stop token or stop string). length: a budget did, of the response, of the context or of a turn.
-tool_limit: the model called tools after it was told that it has no calls left. done: an environment said so. abort: it was aborted or took
+stop: the model ended it (end token, stop token or stop string). length: a budget did, of the
+response, of the context or of a turn.
+tool_limit: the model called tools after it was told that it has no calls left. done: an environment
+said so. abort: it was aborted or took
 too long. error, repetition: the engine's own words.
 """
 
 Outcome = Literal["ok", "error", "timeout", "excess", "unknown", "malformed", "abort"]
 """What became of a tool call.
 
-excess: over the limit, not executed. unknown: this sample has no such tool. malformed: its arguments cannot be read. abort: the sample was.
+excess: over the limit, not executed. unknown: this sample has no such tool. malformed: its
+arguments cannot be read. abort: the sample was.
 """
 
 
@@ -102,9 +106,12 @@ class Completion(Struct, frozen=True, kw_only=True):
     """An engine's answer to one turn.
 
     token_ids: what was sampled, end and stop tokens included.
-    logprobs: of these tokens, natural logarithm, after temperature and whatever else shaped the distribution that was sampled from.
-    finish_reason: the engine's: stop, length, abort, error or repetition. An aborted turn holds the tokens that there were.
-    versions: a partition of `[0, len(token_ids))`. An engine that does not report spans has one, labelled with the version that it served
+    logprobs: of these tokens, natural logarithm, after temperature and whatever else shaped the
+    distribution that was sampled from.
+    finish_reason: the engine's: stop, length, abort, error or repetition. An aborted turn holds the
+    tokens that there were.
+    versions: a partition of `[0, len(token_ids))`. An engine that does not report spans has one,
+    labelled with the version that it served
         when it took the request: an old token is then never called fresh.
     """
 
@@ -156,7 +163,8 @@ class RewardPart(Struct, frozen=True):
 
 
 class Reward(Struct, frozen=True):
-    """A sample's score and the parts that it was made of. With an `error` the score is `RewardConfig.error_score`."""
+    """A sample's score and the parts that it was made of. With an `error` the score is
+    `RewardConfig.error_score`."""
 
     score: float
     parts: list[RewardPart] = []
@@ -170,7 +178,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     logprobs: of the model's tokens as in `Completion`; 0.0 for the tools'.
     mask: 1 for the model's tokens, 0 for the tools'.
     versions: spans over the model's tokens, which they partition.
-    turns: how often the engine was asked. cut: tokens of tool output that did not fit into a budget.
+    turns: how often the engine was asked. cut: tokens of tool output that did not fit into a
+    budget.
     error: what the reader should know of a sample that could not run as asked.
     """
 

@@ -1,4 +1,5 @@
-"""Waiting that ends: at a deadline, or when a sample is aborted. What is no longer waited for is cancelled and left behind."""
+"""Waiting that ends: at a deadline, or when a sample is aborted. What is no longer waited for is
+cancelled and left behind."""
 
 from __future__ import annotations
 

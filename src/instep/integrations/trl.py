@@ -88,14 +88,16 @@ def _followed(trainer: Any) -> Any:
 
 
 def _engines(generation: Any) -> list[Any]:
-    """Returns this rank's engines: every rank has a colocated one of its own, and rank 0 the server."""
+    """Returns this rank's engines: every rank has a colocated one of its own, and rank 0 the
+    server."""
     if generation.mode == "colocate":
         return [generation.llm]
     return [generation.vllm_client.base_url] if generation.accelerator.is_main_process else []
 
 
 class WeightTransfer:
-    """Pushes the weights of TRL's `AsyncGRPOTrainer`: `AsyncGRPOTrainer(weight_transfer=WeightTransfer(engines))`.
+    """Pushes the weights of TRL's `AsyncGRPOTrainer`:
+    `AsyncGRPOTrainer(weight_transfer=WeightTransfer(engines))`.
 
     engines, settings: those of `WeightSync`; the engines are those that its rollout worker asks.
     The n-th push is version `version-n`, by the trainer's `model_version`. `sync` is the

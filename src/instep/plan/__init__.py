@@ -1,4 +1,5 @@
-"""Plans: which bytes of which checkpoint tensor go where in which worker, and the proof that nothing is missing or written twice.
+"""Plans: which bytes of which checkpoint tensor go where in which worker, and the proof that
+nothing is missing or written twice.
 
 Pure functions of `protocol` structs: no device, no network, no engine.
 

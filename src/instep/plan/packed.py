@@ -18,14 +18,17 @@ from instep.plan.buckets import layout
 from instep.protocol import TensorMeta
 
 ALIGN = 64
-"""Bytes, a cache line: each small tensor begins at a multiple, and zeros follow it up to the next."""
+"""Bytes, a cache line: each small tensor begins at a multiple, and zeros follow it up to the
+next."""
 
 
 class Packed:
     """Where the tensors of a list lie. It follows from the list, so that both ends work it out.
 
-    small: whether small tensors lie side by side. Otherwise all begin a block (`plan.buckets.layout`), as a GPU sums them up.
-    offsets: in bytes, of each tensor that is no alias. edge: where small tensors begin. size: of all, in bytes.
+    small: whether small tensors lie side by side. Otherwise all begin a block
+    (`plan.buckets.layout`), as a GPU sums them up.
+    offsets: in bytes, of each tensor that is no alias. edge: where small tensors begin. size: of
+    all, in bytes.
     """
 
     def __init__(self, tensors: Sequence[TensorMeta], *, small: bool = True) -> None:

@@ -41,7 +41,8 @@ class Plan:
     widened: dict[str, str]
     """Tensors stored in a wider dtype than the source's, which changes no value, and that dtype."""
     rounded: dict[str, str]
-    """Tensors stored in a dtype that does not have all of the source's values, and that dtype: with `cast=True` alone."""
+    """Tensors stored in a dtype that does not have all of the source's values, and that dtype: with
+    `cast=True` alone."""
     reads: tuple[dict[str, list[Region]], ...]
     """The regions that each worker reads (see `reads`)."""
     wholes: frozenset[str]

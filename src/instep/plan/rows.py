@@ -12,8 +12,9 @@ from instep.protocol import ITEM_BYTES, Place, Region, TensorMeta
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`count` rows of `length` units each, which do not overlap. Row `i` begins at `at + i * stride` of a tensor's flat index space and at
-    `place + i * place_stride` of the memory that has the row. Rows of a copy go to `target + i * target_stride` of another memory."""
+    """`count` rows of `length` units each, which do not overlap. Row `i` begins at `at + i *
+    stride` of a tensor's flat index space and at `place + i * place_stride` of the memory that has
+    the row. Rows of a copy go to `target + i * target_stride` of another memory."""
 
     count: int
     length: int

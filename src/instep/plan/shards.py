@@ -1,7 +1,8 @@
 """Which elements of a tensor lie where in the memory of each rank of a trainer. Pure functions.
 
-A rank holds boxes of a live tensor: one, where it is sharded along dimensions (DTensor), or the few that a range of the flat index space is
-made of (FSDP1, ZeRO-3). A checkpoint tensor is a live tensor or a box of one. Boxes intersect in closed form, so what a rank holds of
+A rank holds boxes of a live tensor: one, where it is sharded along dimensions (DTensor), or the few
+that a range of the flat index space is made of (FSDP1, ZeRO-3). A checkpoint tensor is a live
+tensor or a box of one. Boxes intersect in closed form, so what a rank holds of
 a checkpoint tensor is a list of `Piece`: rows that a strided copy moves.
 """
 
@@ -23,7 +24,8 @@ Interval = tuple[int, int]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of the tensor `tensor`, in what a rank holds of the live tensor `live`. Units: elements."""
+    """Rows of the tensor `tensor`, in what a rank holds of the live tensor `live`. Units:
+    elements."""
 
     tensor: str
     live: str
@@ -32,8 +34,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A box of a live tensor that a rank holds: its element (i, j, ...), counted within the box, is element
-    `at + i * stride[0] + j * stride[1] + ...` of the rank's memory."""
+    """A box of a live tensor that a rank holds: its element (i, j, ...), counted within the box, is
+    element `at + i * stride[0] + j * stride[1] + ...` of the rank's memory."""
 
     box: Box
     at: int
@@ -127,7 +129,8 @@ def share_out(tensors: Sequence[TensorMeta], held: Sequence[Sequence[Piece]]) ->
     """Chooses which pieces each rank gives, so that every element is given once. If ranks hold the
     same part, the first of them gives it.
 
-    Raises `SourceError` naming the first tensor of which an element lies nowhere, or in two ranks that hold different parts.
+    Raises `SourceError` naming the first tensor of which an element lies nowhere, or in two ranks
+    that hold different parts.
     """
     given: list[list[Piece]] = [[] for _ in held]
     by_tensor: list[dict[str, list[Piece]]] = []

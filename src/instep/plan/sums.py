@@ -76,8 +76,8 @@ def check_sums(
     """Compares what workers summed up with the trainer's digests: whole tensors one by one, and
     regions added up, each once.
 
-    receipts: in the order of the plan's workers. Raises `DigestMismatch` naming the first tensor that
-    differs, or of which a worker has told less than it reads.
+    receipts: in the order of the plan's workers. Raises `DigestMismatch` naming the first tensor
+    that differs, or of which a worker has told less than it reads.
     """
     metas = {meta.name: meta for meta in tensors}
     told: dict[str, dict[Region, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -105,7 +105,8 @@ def check_parts(engine: str, tensors: Sequence[TensorMeta], digests: Mapping[str
     """Compares what workers summed up before the commit with the trainer's digests. Each worker has
     summed up its share of the same bytes.
 
-    Raises `DigestMismatch` naming the first tensor that differs. What a worker left out counts as a difference.
+    Raises `DigestMismatch` naming the first tensor that differs. What a worker left out counts as a
+    difference.
     """
     for meta in tensors:
         if meta.alias_of:

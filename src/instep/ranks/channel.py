@@ -25,7 +25,8 @@ from instep.ranks.liveness import Watch
 from instep.transport.store import address_towards, find, serve
 
 PATIENCE = 10
-"""How many timeouts a follower waits for the next question: rank 0 waits for engines meanwhile, step by step."""
+"""How many timeouts a follower waits for the next question: rank 0 waits for engines meanwhile,
+step by step."""
 GOODBYE = 5.0
 """Seconds that rank 0 waits until all have heard how a call has ended."""
 
@@ -146,7 +147,8 @@ class Channel:
         rank 0's that this rank missed is skipped; if rank 0 still waits for an answer to it, it
         gets an error.
 
-        version: empty where rank 0 alone knows it. Raises `TransportError` where rank 0 does not make this call in time.
+        version: empty where rank 0 alone knows it. Raises `TransportError` where rank 0 does not
+        make this call in time.
         """
         instead = ""
         while True:

@@ -67,7 +67,8 @@ class Follower:
         self.written: tuple[Run, Bytes] | None = None
 
     def follow(self, call: str, version: str) -> Receipt:
-        """Takes part in one call of rank 0's. Returns its receipt or raises its error; raises `TransportError` where rank 0 is gone."""
+        """Takes part in one call of rank 0's. Returns its receipt or raises its error; raises
+        `TransportError` where rank 0 is gone."""
         self.channel.join(call, version)
         while True:
             question = self.channel.next()

@@ -6,8 +6,9 @@ question at the end of the list. What a rank gives of a stretch travels in slice
 arrive in its final place: parts are rows, packed together. While rank 0 unpacks one slice the other
 rank packs the next. So both hold one slice beside the stretch.
 
-On a GPU nobody waits for a slice: its streams keep the order, and the next ones are asked for meanwhile. How far a process may run ahead
-of its device is bounded (`Meeting.pace`), so that it notices in time when a peer has died.
+On a GPU nobody waits for a slice: its streams keep the order, and the next ones are asked for
+meanwhile. How far a process may run ahead of its device is bounded (`Meeting.pace`), so that it
+notices in time when a peer has died.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from instep.transport.group import Group
 from instep.transport.store import find
 
 MOMENT = 5.0
-"""Seconds to wait for the end of a process whose connection broke: the kernel closes connections first, long before on a busy host."""
+"""Seconds to wait for the end of a process whose connection broke: the kernel closes connections
+first, long before on a busy host."""
 
 AHEAD, BESIDE = 256, 8
 """How much work a device's queue may hold: copies, and beside each slice of them what sends and
@@ -43,7 +45,8 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class ByteRange(msgspec.Struct, frozen=True):
-    """Bytes `low` to `high` of one of the runs of a trainer: of its checkpoint tensors, or of the live tensors that some are made of.
+    """Bytes `low` to `high` of one of the runs of a trainer: of its checkpoint tensors, or of the
+    live tensors that some are made of.
 
     step: the most bytes that travel at once.
     """
@@ -62,7 +65,8 @@ class Meeting:
         self.group: Group | None = None
         self.room = torch.empty(0, dtype=torch.uint8)
         self.marks: deque[tuple[Callable[[], bool], int]] = deque()
-        """Points in the device's queue that it may not have reached, and how much is queued after each."""
+        """Points in the device's queue that it may not have reached, and how much is queued after
+        each."""
 
     def ask_all(self, device: torch.device) -> None:
         """Makes the group of all ranks if there is none. Called in rank 0."""

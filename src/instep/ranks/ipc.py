@@ -1,4 +1,5 @@
-"""CUDA IPC from several ranks: each shares its own shards where they lie, and workers pull from all of them. Nothing is gathered.
+"""CUDA IPC from several ranks: each shares its own shards where they lie, and workers pull from all
+of them. Nothing is gathered.
 
 Only what no rank holds as it is sent is gathered in rank 0, in buffers on its GPU that are kept:
 tensors that rank 0 makes, that have another dtype, or whose parts cut an 8-byte word. Every rank
@@ -33,7 +34,8 @@ Local = Callable[[str], torch.Tensor]
 
 
 class Expose(msgspec.Struct, frozen=True):
-    """Asks each rank to share what it gives of these tensors. known: the marks of offers that rank 0 has."""
+    """Asks each rank to share what it gives of these tensors. known: the marks of offers that rank
+    0 has."""
 
     tensors: list[TensorMeta]
     known: list[str]

@@ -67,7 +67,8 @@ class Lead:
 def role(source: Any, config: Config, *, engines: bool) -> Lead | Follower:
     """Makes this rank's part of a `WeightSync`. engines: whether this rank was given any.
 
-    Raises `ConfigError` for a rank that leads without engines, and for settings that several ranks cannot have.
+    Raises `ConfigError` for a rank that leads without engines, and for settings that several ranks
+    cannot have.
     """
     rank, size = ranks()
     sharded = size > 0 and isinstance(source, torch.nn.Module) and _is_sharded(source)

@@ -1,4 +1,5 @@
-"""Tensors as one run of bytes (`plan.buckets.layout`), and which rank gives which elements of them."""
+"""Tensors as one run of bytes (`plan.buckets.layout`), and which rank gives which elements of
+them."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ class Run:
             self.spot(room, low, meta, part).copy_(view(memory(part.live), part.rows.read))
 
     def compare(self, rank: int, memory: Memory, room: torch.Tensor) -> None:
-        """Reads again what this rank has put into `room`, which is the whole run. Raises `SourceError`
+        """Reads again what this rank has put into `room`, which is the whole run. Raises
+        `SourceError`
         for the first tensor that has changed. rank: this rank."""
         for meta, part in self.parts(rank, 0, self.size):
             there, own = self.spot(room, 0, meta, part), view(memory(part.live), part.rows.read)

@@ -1,4 +1,5 @@
-"""Receivers: the half of a push that runs inside an engine's worker, the same code for every engine.
+"""Receivers: the half of a push that runs inside an engine's worker, the same code for every
+engine.
 
     trace.py    runs the engine's own loader over shapes (layout.py), follows what it does (watcher.py) and says where each tensor goes
     apply.py    copies regions into live storage, or runs the engine's reload session; which layer takes which way (ways.py), proved
@@ -118,9 +119,9 @@ MERGED = "push the model with its adapter merged: WeightSync(source=model)"
 
 
 class PlainHost:
-    """Base of a `Host` that keeps its tensors as its loader takes them, and derives state in a reload
-    session alone. Its session is as good as an initial load, its modules hold no caches, and it
-    serves no adapters."""
+    """Base of a `Host` that keeps its tensors as its loader takes them, and derives state in a
+    reload session alone. Its session is as good as an initial load, its modules hold no caches, and
+    it serves no adapters."""
 
     model: torch.nn.Module
     always_reloads: str | None = None

@@ -1,7 +1,9 @@
-"""A LoRA adapter as a host of its own: tensors under the names that peft saves, in a room beside the model.
+"""A LoRA adapter as a host of its own: tensors under the names that peft saves, in a room beside
+the model.
 
-A commit fills the room, and at its end the engine takes all of it at once in the place of the adapter that it had. So every layer goes
-through the reload session on each push; an adapter has a few megabytes.
+A commit fills the room, and at its end the engine takes all of it at once in the place of the
+adapter that it had. So every layer goes through the reload session on each push; an adapter has a
+few megabytes.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class Arrival(Protocol):
 class Applier(Ways):
     """Writes versions into one worker's layers, each in its way.
 
-    read: tensors that the last commit read back. derived: places of what follows from weights, by the
+    read: tensors that the last commit read back. derived: places of what follows from weights, by
+    the
     modules that hold it. compared: the first commit's comparison with an initial load.
     """
 
@@ -86,7 +87,8 @@ class Applier(Ways):
         self._structure: Structure | None = None  # as of the last promotion
 
     def apply(self, arrival: Arrival) -> None:
-        """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is dirty then."""
+        """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is
+        dirty then."""
         copies = self.copies(look=arrival.once)
         watched = self._watched()
         first = watched is not None and self.undecided

@@ -174,7 +174,8 @@ class Pulled:
         """Returns how many tensors were summed up while they were pulled, their sums, and the sums
         that the trainer's GPU has published.
 
-        Raises `ApplyError` where the reload session has moved a layer that had been written directly.
+        Raises `ApplyError` where the reload session has moved a layer that had been written
+        directly.
         """
         if self.puller is not None:
             check_places(self.puller.copies, applier)

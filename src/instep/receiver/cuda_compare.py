@@ -1,8 +1,8 @@
 """Compares live storage with what routes bring, on a GPU: by sums, one launch for all that was
 brought and one for all that is held.
 
-The digest is keyed by position (see `digest.py`), so the same elements of a tensor have the same sum
-wherever they lie. Regions that cut a word of eight bytes are summed up in host memory.
+The digest is keyed by position (see `digest.py`), so the same elements of a tensor have the same
+sum wherever they lie. Regions that cut a word of eight bytes are summed up in host memory.
 """
 
 from __future__ import annotations

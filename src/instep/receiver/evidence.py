@@ -1,9 +1,10 @@
 """Everything that the modules of a model hold beside the weights of a plan.
 
 A look walks from each module through attributes, containers, objects, closures, classes and
-attributes of tensors, to any depth, and sums up the memory of every tensor that it meets, all of it.
-It stops at other modules of the model, which are walked under their own names, and at classes and
-objects of the standard library and of PyTorch. What only a global variable leads to is not seen.
+attributes of tensors, to any depth, and sums up the memory of every tensor that it meets, all of
+it. It stops at other modules of the model, which are walked under their own names, and at classes
+and objects of the standard library and of PyTorch. What only a global variable leads to is not
+seen.
 
 Two looks tell what an engine derives from weights, if it loaded different weights before each.
 """

@@ -48,7 +48,8 @@ def compare(host: Host, plan: WorkerPlan, tensors: Tensors, others: Tensors) -> 
     tensors: those that the session was given last. others: tensors of the same names and shapes
     that differ from them in every element.
 
-    Raises `ApplyError`, naming the first layer that differs, what of it, and the engine's software. Nothing live is written.
+    Raises `ApplyError`, naming the first layer that differs, what of it, and the engine's software.
+    Nothing live is written.
     """
     started = time.perf_counter()
     found = _Comparison(host, plan, tensors, others).run()

@@ -1,4 +1,5 @@
-"""A model in checkpoint layout: tensors that have shapes and no bytes stand in for its own, while a loader is traced."""
+"""A model in checkpoint layout: tensors that have shapes and no bytes stand in for its own, while a
+loader is traced."""
 
 from __future__ import annotations
 

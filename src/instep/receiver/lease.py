@@ -1,4 +1,5 @@
-"""A worker belongs to one trainer from the preparation of a version until the engine serves it under its label."""
+"""A worker belongs to one trainer from the preparation of a version until the engine serves it
+under its label."""
 
 from __future__ import annotations
 

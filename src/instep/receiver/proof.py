@@ -16,7 +16,8 @@ from instep.receiver.pull import Parts
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """tensors: how many were proved. complete: whether nothing is left to prove. wholes, parts, theirs: see `protocol.WorkerReceipt`."""
+    """tensors: how many were proved. complete: whether nothing is left to prove. wholes, parts,
+    theirs: see `protocol.WorkerReceipt`."""
 
     tensors: int
     complete: bool = False

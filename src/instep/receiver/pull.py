@@ -1,4 +1,5 @@
-"""Direct copies on a GPU: one kernel launch moves every region of every promoted layer and takes the digests on the way."""
+"""Direct copies on a GPU: one kernel launch moves every region of every promoted layer and takes
+the digests on the way."""
 
 from __future__ import annotations
 
@@ -33,9 +34,11 @@ class Moves:
     runs: list[Run] = field(default_factory=list)
     slots: int = 0
     parts: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    """Regions that the kernel sums up, by tensor and number (`plan.routes.reads`), with the slots of their sums."""
+    """Regions that the kernel sums up, by tensor and number (`plan.routes.reads`), with the slots
+    of their sums."""
     odd: dict[str, list[Route]] = field(default_factory=lambda: defaultdict(list))
-    """Routes of tensors that are pulled whole and cut up here: their sum is that of the whole tensor."""
+    """Routes of tensors that are pulled whole and cut up here: their sum is that of the whole
+    tensor."""
     asked: list[Route] = field(default_factory=list)
     """The same routes, with regions of the checkpoint tensor (`Copies.asked`)."""
 

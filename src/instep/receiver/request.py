@@ -38,8 +38,8 @@ class Lists:
     def decode(self, body: msgspec.Raw) -> PrepareRequest:
         """Decodes a request. Equal bytes give the same objects, so callers must not change them.
 
-        Raises `VersionConflict` for the signature of a list that is not here, `PlanError` for a list that is not the one that was signed,
-        and `msgspec.DecodeError` as `decode` does.
+        Raises `VersionConflict` for the signature of a list that is not here, `PlanError` for a
+        list that is not the one that was signed, and `msgspec.DecodeError` as `decode` does.
         """
         wire = decode(body, _Prepare)
         manifest, tensors = wire.manifest, _tensors(bytes(wire.manifest.tensors))

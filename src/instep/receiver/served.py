@@ -25,7 +25,8 @@ class Serves:
         self.state: State = "serving"
         self.version: str | None = None
         self.history: History[str | None] = History()
-        """Digest of each version that was served; None where its bytes came live, and only the trainer has them all."""
+        """Digest of each version that was served; None where its bytes came live, and only the
+        trainer has them all."""
         self.last_error: str | None = None
         self.merged = False  # an adapter is merged into what is served
         self.taken: Taken | None = None  # by the last commit, unless it failed
@@ -38,7 +39,8 @@ class Serves:
         self.state, self.taken = "dirty", None
 
     def condemn(self, why: str) -> None:
-        """Marks the worker dirty for what another worker has told: together they hold parts of two versions."""
+        """Marks the worker dirty for what another worker has told: together they hold parts of two
+        versions."""
         self.state, self.last_error = "dirty", why
 
     def wrote(self, taken: Taken, *, proved: bool) -> None:

@@ -1,4 +1,4 @@
-"""The receiver: nine calls, and what a worker knows between them.
+"""The receiver: its calls, and what a worker knows between them.
 
                  prepare                    commit
     serving old ─────────▶ serving old ───────────────▶ serving new
@@ -7,8 +7,8 @@
                   fails after the first write▼
                                            dirty ── prepare, commit ──▶ serving new
 
-Nothing visible changes before commit. A method never raises: what went wrong is the reply's fault, because vLLM's executor loses step with
-its workers' replies after one of them raises.
+Nothing visible changes before commit. A method never raises: what went wrong is the reply's fault,
+because vLLM's executor loses step with its workers' replies after one of them raises.
 """
 
 from __future__ import annotations
@@ -66,10 +66,8 @@ RESERVED = 60.0  # seconds of a lease whose trainer has given none
 
 
 class Receiver(Serves):
-    """One per worker. `handle` is its only entry.
-
-    open_reader: how a published version is opened; tests replace it.
-    """
+    """One per worker, entered by `handle` alone. open_reader: how a published version is opened;
+    tests replace it."""
 
     def __init__(self, host: Host, open_reader: Callable[[Manifest, WorkerContext], Reader] = open_location) -> None:
         super().__init__()
@@ -162,7 +160,7 @@ class Receiver(Serves):
         self.lease.take(time.monotonic(), request.session, decode(request.body, str), self.last.lease if self.last else RESERVED)
 
     def prepare(self, request: Request) -> Arrival:
-        """Opens the version and begins to fetch and prove its bytes, beside the engine's steps. What the engine serves does not change."""
+        """Opens the version, and begins to fetch and prove its bytes beside the engine's steps."""
         reader = self._prepare(request.session, self.lists.decode(request.body))
         if isinstance(reader, Visible):
             return Arrival(done=False)
@@ -272,7 +270,7 @@ class Receiver(Serves):
         return WorkerReceipt(self.host.rank, seconds, read_back=proof.tensors, proved=proved, **layers, **(proof.sums() if told else {}))
 
     def abort(self, request: Request) -> None:
-        """Forgets what this trainer prepared, and ends its lease. Safe to repeat; a dirty worker stays dirty."""
+        """Forgets what this trainer prepared. Safe to repeat; a dirty worker stays dirty."""
         self.lease.call_off(request.session, request.seq)
         if self.lease.session == request.session:
             self._give_up()

@@ -1,5 +1,6 @@
-"""A version that passes by in buckets during a commit: what direct layers take of each goes straight into live storage, and is summed up on
-the way, before the next but one takes its place. What other layers need is put aside (see `streamed.py`).
+"""A version that passes by in buckets during a commit: what direct layers take of each goes
+straight into live storage, and is summed up on the way, before the next but one takes its place.
+What other layers need is put aside (see `streamed.py`).
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ class Streamed:
     def prove(self, applier: Applier) -> Proof:
         """Returns this worker's sums with those that the trainer has sent.
 
-        Raises `ApplyError` where the reload session has moved a layer that had been written directly.
+        Raises `ApplyError` where the reload session has moved a layer that had been written
+        directly.
         """
         check_places(self.copies, applier)
         some = [self.direct, self.scatter.reads.parts(self.read, self.in_one)]

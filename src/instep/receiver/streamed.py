@@ -17,7 +17,8 @@ from instep.plan.rows import Rows
 from instep.protocol import TensorMeta
 
 Passed = list[tuple[TensorMeta, Rows, torch.Tensor]]
-"""What a bucket has of tensors (`plan.buckets.pieces`), with the bytes, which are valid until the next bucket."""
+"""What a bucket has of tensors (`plan.buckets.pieces`), with the bytes, which are valid until the
+next bucket."""
 
 
 class StreamedStateDict(Mapping[str, torch.Tensor]):

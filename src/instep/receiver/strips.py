@@ -16,8 +16,8 @@ from instep.transport.addresses import SMALL, Strip, Strips
 
 
 class RouteStrips(Strips):
-    """The routes of some copies that are one run of bytes in the version and in the parameter. others: the routes that are no such
-    run, or a large one."""
+    """The routes of some copies that are one run of bytes in the version and in the parameter.
+    others: the routes that are no such run, or a large one."""
 
     def __init__(self, copies: Copies, tensors: Sequence[TensorMeta], offsets: Mapping[str, int]) -> None:
         self.tensors, self.offsets, self.at = tensors, offsets, addresses(copies)

@@ -39,8 +39,8 @@ LIVE = (
 class Watcher(TorchDispatchMode):
     """Records what happens to each parameter and buffer of a model in checkpoint layout.
 
-    offered: the checkpoint tensors, on meta. live: what is known of storages in use, by address. loading:
-    tells which tensor the loader has now.
+    offered: the checkpoint tensors, on meta. live: what is known of storages in use, by address.
+    loading: tells which tensor the loader has now.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class Watcher(TorchDispatchMode):
             given = set() if func in NEW else {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
             self.made |= {storage_of(tensor) for tensor in made} - given
         first = storage_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-        # Copies in another memory format are not followed: their elements lie in another order than those they were made of.
+        # Copies in another memory format are not followed: their elements lie in another order than
+        # those they were made of.
         if func in SAME_ELEMENTS and result.is_contiguous() and (found := self._region(args[0])) is not None:
             self.alive.append(result)
             self.copies[storage_of(result)] = found

@@ -4,8 +4,8 @@
     source = open_source(model.state_dict())    # any mapping of checkpoint names to tensors
     source = open_source("path/to/checkpoint")  # a directory of safetensors files
 
-A source names its tensors as `save_pretrained` would write them and hands out views of the trainer's memory where it can: the
-transport makes the only copy.
+A source names its tensors as `save_pretrained` would write them and hands out views of the
+trainer's memory where it can: the transport makes the only copy.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class Source(Protocol):
 
     A source may have more, which is looked at where the same class has `tensors`:
     `look() -> Look`, where that takes less than asking one by one.
-    `stays: bool`, whether no value is written to by the source itself while others are asked for. Where that is not said,
-    each value is copied before the next one is asked for.
-    `again() -> Iterator[tuple[str, torch.Tensor | None]]`, called instead of `tensors` the second time. None stands for a value of
-    which the source knows by itself that it is what it was; where it knows the opposite it raises `SourceError`. It may also give
-    aliases, which must be what they stand for.
-    `within() -> Iterator[list[Within]]`, what else of it could be pushed: where an engine does not take the whole, the error says how.
+    `stays: bool`, whether no value is written to by the source itself while others are asked for.
+    Where that is not said, each value is copied before the next one is asked for. `again() ->
+    Iterator[tuple[str, torch.Tensor | None]]`, called instead of `tensors` the second time. None
+    stands for a value of which the source knows by itself that it is what it was; where it knows
+    the opposite it raises `SourceError`. It may also give aliases, which must be what they stand
+    for. `within() -> Iterator[list[Within]]`, what else of it could be pushed: where an engine does
+    not take the whole, the error says how.
     """
 
     def metadata(self) -> list[TensorMeta]:

@@ -1,4 +1,5 @@
-"""The LoRA adapter of a PEFT model as a source, for engines that serve adapters beside the weights of their model."""
+"""The LoRA adapter of a PEFT model as a source, for engines that serve adapters beside the weights
+of their model."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ MERGED = "push the model with its adapters merged instead: WeightSync(source=mod
 
 
 class Adapter:
-    """The active LoRA adapter of a model, instead of all its weights: a push moves A and B, megabytes for a model of gigabytes.
+    """The active LoRA adapter of a model, instead of all its weights: a push moves A and B,
+    megabytes for a model of gigabytes.
 
-        llm = LLM(base, enable_lora=True, max_lora_rank=16, worker_extension_cls="instep.vllm.WorkerExtension")
+        extension = "instep.vllm.WorkerExtension"
+        llm = LLM(base, enable_lora=True, max_lora_rank=16, worker_extension_cls=extension)
         sync = WeightSync(source=Adapter(peft_model), engines=[llm])
         sync.push("step-1")
         llm.generate(prompts, lora_request=LoRARequest("policy", 1, "pushed"))
@@ -30,8 +33,8 @@ class Adapter:
     model: a `peft.PeftModel` with one active adapter, however wrapped, and whole on this rank.
     number: `lora_int_id` of the requests that ask for the adapter. Their path is not looked at.
 
-    Names and values are those that `save_pretrained` writes into `adapter_model.safetensors`. The engine's base weights stay as they are:
-    they must be those that the adapter is trained on.
+    Names and values are those that `save_pretrained` writes into `adapter_model.safetensors`. The
+    engine's base weights stay as they are: they must be those that the adapter is trained on.
 
     Raises `ConfigError` for anything else than a model with one active LoRA adapter.
     """

@@ -1,8 +1,10 @@
-"""A module without its wrappers and adapters: what `save_pretrained` of the merged model would see, made of the live tensors.
+"""A module without its wrappers and adapters: what `save_pretrained` of the merged model would see,
+made of the live tensors.
 
-`bare` copies the structure alone. Layers with an unmerged PEFT adapter, or with weights that they compute (`parametrized.py`), are listed
-beside it, and `merge` computes one of them when its bytes are wanted: their own code runs on a private copy of that layer, so the trainer's
-weights are never written.
+`bare` copies the structure alone. Layers with an unmerged PEFT adapter, or with weights that they
+compute (`parametrized.py`), are listed beside it, and `merge` computes one of them when its bytes
+are wanted: their own code runs on a private copy of that layer, so the trainer's weights are never
+written.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from instep.source.deepspeed import engine_module
 from instep.source.names import WRAPPER_SEGMENTS
 
 AROUND = (DistributedDataParallel, DataParallel, AveragedModel)
-"""Modules around a whole `module`. What else they hold, such as how often an average was updated, is none of its weights."""
+"""Modules around a whole `module`. What else they hold, such as how often an average was updated,
+is none of its weights."""
 UNMERGEABLE = "no engine was touched: peft's own merge_and_unload fails in the same way. Configure an adapter that it can merge"
 
 

@@ -1,4 +1,5 @@
-"""A checkpoint directory as a source: safetensors files, mapped into memory and read as they are asked for."""
+"""A checkpoint directory as a source: safetensors files, mapped into memory and read as they are
+asked for."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class CheckpointSource:
     """Reads a directory of safetensors files (single or sharded, with or without an index) or one
     such file. Names come in natural order.
 
-    Files are looked up at each call, so that a checkpoint saved again is read again. Raises `ConfigError` where there is no such
-    file or safetensors is not installed, `SourceError` for a missing or unreadable shard and for a name that two shards hold.
+    Files are looked up at each call, so that a checkpoint saved again is read again. Raises
+    `ConfigError` where there is no such file or safetensors is not installed, `SourceError` for a
+    missing or unreadable shard and for a name that two shards hold.
     """
 
     stays = True

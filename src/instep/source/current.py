@@ -1,4 +1,5 @@
-"""A source that stands for one source after another: for callers that are handed new weights with each update."""
+"""A source that stands for one source after another: for callers that are handed new weights with
+each update."""
 
 from __future__ import annotations
 

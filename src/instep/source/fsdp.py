@@ -52,7 +52,8 @@ def _of_flat_param(handle: Any) -> Iterator[tuple[Slot, LocalShard]]:
     flat_param = handle.flat_param
 
     def memory() -> torch.Tensor:
-        # Before the first forward there is no `_local_shard`, and the flat parameter is still the shard.
+        # Before the first forward there is no `_local_shard`, and the flat parameter is still the
+        # shard.
         shard: torch.Tensor = getattr(flat_param, "_local_shard", flat_param.data)
         return shard.detach().reshape(-1)
 

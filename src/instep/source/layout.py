@@ -71,7 +71,8 @@ def layout(module: nn.Module, state: Mapping[str, torch.Tensor], same: Mapping[s
 
 
 def _with_aliases(saved: list[Saved], kept: Mapping[str, str]) -> list[Saved]:
-    """Turns tensors that are made of tied names into aliases of those that are made of the kept names."""
+    """Turns tensors that are made of tied names into aliases of those that are made of the kept
+    names."""
     by_origin: dict[Any, str] = {(one.parts, one.view): one.meta.name for one in saved if one.view is not None}
     result = []
     for one in saved:
@@ -114,7 +115,8 @@ def _kept_names(module: nn.Module, same: dict[str, Hashable]) -> dict[str, str]:
     if len(keepers) < len(same) and _is_pretrained(module):
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-        # The rule compares memory alone, so one element stands for each tensor and nothing is cloned.
+        # The rule compares memory alone, so one element stands for each tensor and nothing is
+        # cloned.
         tokens = {value: torch.empty(1) for value in keepers}
         try:
             names = remove_tied_weights_from_state_dict({name: tokens[value] for name, value in same.items()}, module)
@@ -125,7 +127,8 @@ def _kept_names(module: nn.Module, same: dict[str, Hashable]) -> dict[str, str]:
 
 
 class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows tensors without bytes through a conversion and notes which inputs each storage is made of.
+    """Follows tensors without bytes through a conversion and notes which inputs each storage is
+    made of.
 
     A copy that changes strides alone is not made, so that an output which only moves data ends as a
     view of its input.

@@ -1,5 +1,5 @@
-"""Remembers the tensors of a live module or of a dict, to tell whether they are still the same. Each
-push checks that, so the loops run in C."""
+"""Remembers the tensors of a live module or of a dict, to tell whether they are still the same.
+Each push checks that, so the loops run in C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ FACTS = (torch.Tensor.data_ptr, torch.Tensor.stride, *(getattr(torch.Tensor, fac
 
 
 class Live:
-    """Every parameter and persistent buffer of a module, under the names it has with wrappers and adapters in place.
+    """Every parameter and persistent buffer of a module, under the names it has with wrappers and
+    adapters in place.
 
     names, tensors: in the model's order; a tied tensor is listed under each of its names.
     structure: an object that no other `Live` has.

@@ -16,7 +16,8 @@ from instep.plan.shards import Extent, Interval, everything, of_intervals
 class LocalShard:
     """shape, dtype: of the whole tensor. extents: what of it lies in `memory()`.
 
-    local: the tensor that this rank has, looked up at each call, because trainers move and swap their storage.
+    local: the tensor that this rank has, looked up at each call, because trainers move and swap
+    their storage.
     """
 
     shape: tuple[int, ...]

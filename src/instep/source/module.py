@@ -26,14 +26,16 @@ ITEMS = (dict.items, OrderedDict.items)
 
 
 class MappingSource:
-    """A mapping of checkpoint names to tensors, read anew at each call. Names and order are the mapping's own, without what
-    `torch.compile`, activation checkpointing and FSDP put into the names of a state dict (`canonical`).
+    """A mapping of checkpoint names to tensors, read anew at each call. Names and order are the
+    mapping's own, without what `torch.compile`, activation checkpointing and FSDP put into the
+    names of a state dict (`canonical`).
 
     A dict holds all its values at once, so two values in the same memory are tied. Another mapping
     may make each value on access, in memory that it uses again. There two values count as tied if
     their bytes agree too, and both reads of a push compare them.
 
-    Raises `ConfigError` for names that are no strings and values that are no tensors, `SourceError` for tensors that cannot travel.
+    Raises `ConfigError` for names that are no strings and values that are no tensors, `SourceError`
+    for tensors that cannot travel.
     """
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
@@ -129,14 +131,16 @@ class MappingSource:
 
 
 class ModuleSource:
-    """A live `torch.nn.Module`: plain, or in any nesting of DDP, `torch.compile`, activation checkpointing and PEFT.
+    """A live `torch.nn.Module`: plain, or in any nesting of DDP, `torch.compile`, activation
+    checkpointing and PEFT.
 
-    Names, dtypes and values are those that `save_pretrained` of the bare model writes, adapters merged; those of `state_dict` for
-    a module that is no transformers model. Tensors are views of the module's memory, except merged layers (one at a time)
-    and what the checkpoint format joins. Nothing of the module is ever written.
+    Names, dtypes and values are those that `save_pretrained` of the bare model writes, adapters
+    merged; those of `state_dict` for a module that is no transformers model. Tensors are views of
+    the module's memory, except merged layers (one at a time) and what the checkpoint format joins.
+    Nothing of the module is ever written.
 
-    Every method raises `SourceError`, with the tensor's name, for what cannot be read whole: sharded, quantised and meta
-    tensors, placeholders, two tensors of one name.
+    Every method raises `SourceError`, with the tensor's name, for what cannot be read whole:
+    sharded, quantised and meta tensors, placeholders, two tensors of one name.
     """
 
     stays = True

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from instep.errors import SourceError
 
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Names under which `torch.compile`, activation checkpointing and FSDP hold the module that they wrap."""
+"""Names under which `torch.compile`, activation checkpointing and FSDP hold the module that they
+wrap."""
 
 
 def canonical(name: str) -> str:

@@ -35,8 +35,9 @@ class PairSource:
     the iterator has gone on.
 
     Matrices that have the same bytes when they are held count as tied, as a head and its embedding.
-    The rounds have the same names, dtypes and shapes in one order. A push raises `SourceError` where
-    a streamed round differs from the one before. The next round is held, and may be another list.
+    The rounds have the same names, dtypes and shapes in one order. A push raises `SourceError`
+    where a streamed round differs from the one before. The next round is held, and may be another
+    list.
     """
 
     def __init__(self, *, stable: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""Weights that a module computes from other tensors whenever it uses them, as `weight_norm` does: an engine gets what comes out.
+"""Weights that a module computes from other tensors whenever it uses them, as `weight_norm` does:
+an engine gets what comes out.
 
 `torch.nn.utils.parametrize` computes the weights on access. The older hooks
 (`torch.nn.utils.weight_norm`, `spectral_norm`, `prune`) compute them before each forward, so
@@ -47,7 +48,8 @@ def without(twin: nn.Module, values: dict[str, torch.Tensor]) -> None:
 def values(path: str, module: nn.Module, private: Callable[[], Any]) -> dict[str, torch.Tensor]:
     """Computes a module's weights as its forward outside of training would.
 
-    private: makes a copy of the module that may be changed. Raises `SourceError` where they cannot be computed.
+    private: makes a copy of the module that may be changed. Raises `SourceError` where they cannot
+    be computed.
     """
     try:
         with torch.no_grad():

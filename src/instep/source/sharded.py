@@ -54,9 +54,11 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class ShardedModule:
-    """What this rank holds of a module: FSDP1 and 2, ZeRO-3, tensor parallelism, ignored and replicated parts, adapters.
+    """What this rank holds of a module: FSDP1 and 2, ZeRO-3, tensor parallelism, ignored and
+    replicated parts, adapters.
 
-    Names, dtypes and values are those of `ModuleSource` for the gathered module. Raises `SourceError` for what cannot be read.
+    Names, dtypes and values are those of `ModuleSource` for the gathered module. Raises
+    `SourceError` for what cannot be read.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -74,7 +74,8 @@ class Skeleton:
         module = _unwrap(module)
         if id(module) not in self._twins:
             self._twins[id(module)] = twin = object.__new__(_own_class(module))
-            # FSDP's hooks would act on the live module; names that stand for sharded parameters may be plain attributes.
+            # FSDP's hooks would act on the live module; names that stand for sharded parameters may
+            # be plain attributes.
             twin.__dict__ = own_attributes(module) | {"_state_dict_pre_hooks": type(module._state_dict_pre_hooks)()}
             own = [name for name, param in module._parameters.items() if not isinstance(param, FlatParameter)]
             names = [*own, *(name for key, name in self._sharded if key == id(module) and name not in own)]

@@ -1,4 +1,5 @@
-"""The structure of a live module at one moment: which checkpoint tensors it has, and what each is made of."""
+"""The structure of a live module at one moment: which checkpoint tensors it has, and what each is
+made of."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def checkpoint(
 ) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, tuple[str, Any]], list[Saved]]:
     """Works out what `save_pretrained` would write of `root` without wrappers and adapters.
 
-    Returns the bare module, its state dict, the names in it whose values `merge` computes, each with its layer's path and the layer, and
+    Returns the bare module, its state dict, the names in it whose values `merge` computes, each
+    with its layer's path and the layer, and
     the checkpoint tensors. identity: equal for tied tensors.
     """
     module, adapted = bare(root)

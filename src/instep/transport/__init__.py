@@ -3,8 +3,8 @@
 Each is a folder with both of its ends: `publish.py` runs in the trainer, `read.py` in the engines'
 workers. `registry.py` has a line for each.
 
-The trainer publishes a version once, and workers open it and read. No collective: a dead or late engine delays nobody, and a new engine
-catches up by opening the current version.
+The trainer publishes a version once, and workers open it and read. No collective: a dead or late
+engine delays nobody, and a new engine catches up by opening the current version.
 
     shm/          POSIX shared memory, for engines on the trainer's host
     http/         HTTP, where nothing faster reaches an engine
@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version whose bytes can be opened. `digests` were taken from the published bytes, not from the trainer's."""
+    """A version whose bytes can be opened. `digests` were taken from the published bytes, not from
+    the trainer's."""
 
     location: Location
     digests: dict[str, int]
@@ -100,14 +101,16 @@ class Transport(Protocol):
     then its memory is released for another."""
 
     digests_apart: bool
-    """Whether commit requests carry no digests: workers read them by themselves, or they are complete only afterwards."""
+    """Whether commit requests carry no digests: workers read them by themselves, or they are
+    complete only afterwards."""
 
     @property
     def digests_before_commit(self) -> bool:
         """Whether the digests are known before the commit."""
 
     def prefetch(self) -> None:
-        """Optional: start work for the next version of the same source, before the source is looked at."""
+        """Optional: start work for the next version of the same source, before the source is looked
+        at."""
 
     def why_not(self, device: torch.device, workers: Sequence[Identity]) -> str | None:
         """Returns the reason why this transport cannot bring the next publication, or None. The
@@ -118,12 +121,14 @@ class Transport(Protocol):
         """
 
     def publish(self, tensors: list[TensorMeta], values: Iterable[tuple[str, torch.Tensor]]) -> Published:
-        """Makes a version available, each value cast to the dtype of its `TensorMeta`. Aliases have no value of their own.
+        """Makes a version available, each value cast to the dtype of its `TensorMeta`. Aliases have
+        no value of their own.
 
         values: a `Placed`, or what can be iterated twice.
 
-        Raises `TransportError` where there is no room, `SourceError` where a value does not fit its description, and where the second
-        read of what is copied here gives other bytes than the first.
+        Raises `TransportError` where there is no room, `SourceError` where a value does not fit its
+        description, and where the second read of what is copied here gives other bytes than the
+        first.
         """
 
     def serving(self, step: str) -> Any:

@@ -1,5 +1,5 @@
-"""Where a source's tensors lie in host memory. Later versions of tensors that lie where they lay are
-copied from there, without asking for a tensor each.
+"""Where a source's tensors lie in host memory. Later versions of tensors that lie where they lay
+are copied from there, without asking for a tensor each.
 
 A call of PyTorch takes a microsecond or more, and gives up the interpreter's lock. For a few KiB
 that takes longer than the bytes do.
@@ -70,7 +70,8 @@ def _merged(strips: Sequence[Strip]) -> list[Strip]:
 class Addresses:
     """Tensors that lie in host memory as they are sent: contiguous, and in the dtype to send.
 
-    place: `Placed.place` of the version in which they were given. small, large: how they are copied. The object does not keep
+    place: `Placed.place` of the version in which they were given. small, large: how they are
+    copied. The object does not keep
     their memory alive: `held` does.
     """
 

@@ -97,7 +97,8 @@ class AutoTransport:
         """Notes that engines cannot open what was published last. Returns whether there is another
         candidate, which the next publication takes.
 
-        failures: one for each engine. An engine that fails for a reason other than the transport would fail with every candidate.
+        failures: one for each engine. An engine that fails for a reason other than the transport
+        would fail with every candidate.
         """
         *others, last = self.candidates
         other = any(not isinstance(failure, TransportError | None) for failure in failures)

@@ -1,4 +1,5 @@
-"""Digests of a version that passes by in buckets, and which of its tensors hold a number that is not finite."""
+"""Digests of a version that passes by in buckets, and which of its tensors hold a number that is
+not finite."""
 
 from __future__ import annotations
 
@@ -243,10 +244,11 @@ def sums_of(digests: Mapping[str, int], tensors: Sequence[TensorMeta], device: t
 
 
 def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Fills buckets with the bytes of `values`, which come in the order of `tensors`, each cast to the dtype of its description.
+    """Fills buckets with the bytes of `values`, which come in the order of `tensors`, each cast to
+    the dtype of its description.
 
-    room: gives the memory for bucket `index`, a flat tensor of `size` bytes; it may be given again two buckets later.
-    Raises `SourceError` where a value is not the one that is described.
+    room: gives the memory for bucket `index`, a flat tensor of `size` bytes; it may be given again
+    two buckets later. Raises `SourceError` where a value is not the one that is described.
     """
     edges = iter(buckets(layout(tensors)[1], limit))
     index, filled, bucket = -1, 0, torch.empty(0)
@@ -271,7 +273,8 @@ def pack(tensors: Sequence[TensorMeta], values: Values, limit: int, room: Callab
 def described(tensors: Iterable[TensorMeta], values: Values) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
     """Yields the values of a source, each with its description. tensors: those that are no aliases.
 
-    Raises `SourceError` where a value is another than the one that is described, and where there are more.
+    Raises `SourceError` where a value is another than the one that is described, and where there
+    are more.
     """
     given = iter(values)
     for meta in tensors:

@@ -1,4 +1,5 @@
-"""A private process group: torch's own NCCL or Gloo, on a store of its own. Torch's global group is neither needed nor touched.
+"""A private process group: torch's own NCCL or Gloo, on a store of its own. Torch's global group is
+neither needed nor touched.
 
 The first rank serves the store; the others find it by address. Every wait ends: at its deadline,
 when a peer's connection breaks, or when a rank writes into the store why it gives up. A group that
@@ -41,8 +42,10 @@ class Group:
 
     backend: `nccl` with tensors on `device`, or `gloo` with tensors in host memory.
     key: separates groups that share a store.
-    timeout: also the longest that a later deadline may be with Gloo, whose collectives cannot be ended from outside.
-    why: called when a peer's connection breaks. Raises the reason where the caller knows a better one than the connection.
+    timeout: also the longest that a later deadline may be with Gloo, whose collectives cannot be
+    ended from outside.
+    why: called when a peer's connection breaks. Raises the reason where the caller knows a better
+    one than the connection.
     """
 
     def __init__(
@@ -88,8 +91,8 @@ class Group:
         """Waits until every rank has come here. A broadcast is no such wait: its data may arrive
         before other ranks have come.
 
-        place: a name that is used once. The first rank gives up after half of the time, so that the others hear it within theirs.
-        Each rank leaves one key, that of the last place.
+        place: a name that is used once. The first rank gives up after half of the time, so that the
+        others hear it within theirs. Each rank leaves one key, that of the last place.
         """
         patience = self.timeout if self.rank else self.timeout / 2
         self.store.set(f"{place} {self.rank}", "here")

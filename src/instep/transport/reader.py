@@ -54,9 +54,11 @@ class Reader(ABC):
 
 
 class Visible(Reader):
-    """Bytes in the worker's own address space. They can be looked through before the commit, without moving them.
+    """Bytes in the worker's own address space. They can be looked through before the commit,
+    without moving them.
 
-    flat, offsets: the version as one run of bytes, and where each tensor that is no alias begins in it. None where the tensors lie apart.
+    flat, offsets: the version as one run of bytes, and where each tensor that is no alias begins in
+    it. None where the tensors lie apart.
     """
 
     flat: torch.Tensor | None = None
@@ -97,7 +99,8 @@ class Remote(Reader):
 
     @abstractmethod
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """Starts a copy of a tensor to the engine's own GPU, summed up on the way, and returns it."""
+        """Starts a copy of a tensor to the engine's own GPU, summed up on the way, and returns
+        it."""
 
     @abstractmethod
     def tensors(self, metas: Sequence[TensorMeta]) -> Iterator[torch.Tensor]:

@@ -21,7 +21,8 @@ from instep.transport.shm.read import ShmReader
 
 
 class Ends(NamedTuple):
-    """Both ends of a transport. publish: makes the trainer's end, from the seconds that it may wait. read: opens a version in a worker."""
+    """Both ends of a transport. publish: makes the trainer's end, from the seconds that it may
+    wait. read: opens a version in a worker."""
 
     publish: Callable[[float], Transport]
     read: Callable[[Manifest, WorkerContext], Reader]

@@ -37,8 +37,8 @@ def save_and_reload(trainer: Trainer, subject: Subject) -> Iterator[Push]:
 
 @contextmanager
 def reload_in_memory(trainer: Trainer, subject: Subject) -> Iterator[Push]:
-    """Runs the engine's reload session over tensors that its worker has already: the lower bound of a
-    reload. Nothing is transferred."""
+    """Runs the engine's reload session over tensors that its worker has already: the lower bound of
+    a reload. Nothing is transferred."""
     with tempfile.TemporaryDirectory(dir=directory()) as folder:
         trainer.save(Path(folder))
         subject.call("hold", folder)

@@ -55,7 +55,8 @@ def vllm_ipc(packed: bool, trainer: Trainer, subject: Subject) -> Iterator[Push]
 
 @contextmanager
 def vllm_nccl(packed: bool, trainer: Trainer, subject: Subject) -> Iterator[Push]:
-    """Sends over NCCL from a thread while `update_weights` blocks, packed or one tensor at a time."""
+    """Sends over NCCL from a thread while `update_weights` blocks, packed or one tensor at a
+    time."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine as Transfer
 
     llm = subject.engine

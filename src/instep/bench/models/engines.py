@@ -20,8 +20,8 @@ PROMPTS = [[5, 6, 7, 8, 9], list(range(11, 21)), list(range(20, 60))]
 NEW_TOKENS = 8
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""vLLM forks its engines. A process that was forked from one whose OpenMP has threads waits for ever when
-PyTorch first computes with several in host memory, as to read tensors back."""
+"""vLLM forks its engines. A process that was forked from one whose OpenMP has threads waits for
+ever when PyTorch first computes with several in host memory, as to read tensors back."""
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 

@@ -2,8 +2,8 @@
 CPUs.
 
 The wheel of torchvision is linked with CUDA: its library does not load there, and torchvision then
-fails at the import, as two operators are missing. Its transforms are plain torch. Import this before
-transformers, which looks for torchvision once.
+fails at the import, as two operators are missing. Its transforms are plain torch. Import this
+before transformers, which looks for torchvision once.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@
     receiver.init_all_workers_group(metadata)
     sender.update_weights()                        # every engine serves the weights now, or the error says which do not
 
-Methods of both generations are here: those of the released classes, and `register_model`, `register_worker`,
-`register_worker_transport` and `set_context` of the classes before them. Works with TorchRL 0.14 and without it; `AsyncVLLM`,
-`make_async_vllm_engine`, `RLvLLMEngine`, `vLLMUpdater` and `vLLMUpdaterV2` need it, and are imported when they are asked for.
+Methods of both generations are here: those of the released classes, and `register_model`,
+`register_worker`, `register_worker_transport` and `set_context` of the classes before them. Works
+with TorchRL 0.14 and without it; `AsyncVLLM`, `make_async_vllm_engine`, `RLvLLMEngine`,
+`vLLMUpdater` and `vLLMUpdaterV2` need it, and are imported when they are asked for.
 `docs/dropins.md` lists what differs from the original.
 """
 

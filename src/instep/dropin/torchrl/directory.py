@@ -1,12 +1,14 @@
-"""Two buffers in a directory, each a whole version in a safetensors file, and a third file that says which is the newer.
+"""Two buffers in a directory, each a whole version in a safetensors file, and a third file that
+says which is the newer.
 
     buffer-0.safetensors   version, tensors and digests of both kinds in the header, then the bytes
     buffer-1.safetensors
     newest                 0 or 1
 
-A writer fills the older buffer: under another name, then renamed over it, then `newest` is replaced the same way. So whatever has a name is
-whole, also after a crash at any point, and a reader keeps the file that it opened, whatever is renamed over it meanwhile. What a
-reader has opened says itself which version it is.
+A writer fills the older buffer: under another name, then renamed over it, then `newest` is replaced
+the same way. So whatever has a name is whole, also after a crash at any point, and a reader keeps
+the file that it opened, whatever is renamed over it meanwhile. What a reader has opened says itself
+which version it is.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Header(msgspec.Struct, frozen=True):
 def write(directory: Path, source: Source, version: str) -> None:
     """Returns when `version` is the newest, on the disk itself.
 
-    Raises `SourceError` where the trainer changed its weights meanwhile, `ConfigError` where another writer is at work, `TransportError`
+    Raises `SourceError` where the trainer changed its weights meanwhile, `ConfigError` where
+    another writer is at work, `TransportError`
     where the disk does not take it: the versions that were there are there still.
     """
     with needed_by("a double buffer"):
@@ -77,7 +80,8 @@ def _write(directory: Path, source: Source, version: str) -> None:
 
 
 def newest(directory: Path) -> int | None:
-    """The buffer that holds the newest version; None where nothing was written yet. Raises `SourceError` for a file that says neither."""
+    """The buffer that holds the newest version; None where nothing was written yet. Raises
+    `SourceError` for a file that says neither."""
     try:
         text = (directory / NEWEST).read_text()
     except FileNotFoundError:
@@ -92,7 +96,8 @@ def buffer(directory: Path, slot: int) -> Path:
 
 
 def replace(new: Path, old: Path) -> None:
-    """Renames `new` over `old`, so that after a crash of the machine too either of them is there, whole."""
+    """Renames `new` over `old`, so that after a crash of the machine too either of them is there,
+    whole."""
     flush(new)
     new.replace(old)
     flush(old.parent)
@@ -123,7 +128,8 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 class Buffer:
-    """One opened version, as a source. Each tensor is checked against its digest when it is given out.
+    """One opened version, as a source. Each tensor is checked against its digest when it is given
+    out.
 
     Raises `SourceError` for a file that is no whole version.
     """

@@ -1,4 +1,5 @@
-"""`VLLMDoubleBufferSyncScheme`: the trainer writes versions into a directory, engines load the newest when they are ready for it."""
+"""`VLLMDoubleBufferSyncScheme`: the trainer writes versions into a directory, engines load the
+newest when they are ready for it."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ def checked(num_threads: int) -> int:
 class VLLMDoubleBufferSyncScheme(Scheme):
     """Weights by way of a directory that holds two buffers.
 
-    remote_addr: the directory as the trainer sees it. local_addr: as the engines see it, where that is another path.
-    num_threads: 1 or more. Copies and digests use the threads that torch has, however many these are.
+    remote_addr: the directory as the trainer sees it. local_addr: as the engines see it, where that
+    is another path.
+    num_threads: 1 or more. Copies and digests use the threads that torch has, however many these
+    are.
     settings: those of `instep.WeightSync`, for the engines' side.
 
     Raises `ConfigError` for what cannot be meant.
@@ -71,7 +74,8 @@ class VLLMDoubleBufferTransport:
         self._name, self._written = secrets.token_hex(4), 0
 
     def send_weights(self, model_id: str, weights: Any) -> str:
-        """Writes a new version and returns its name. Raises what `write` raises. model_id: for the log."""
+        """Writes a new version and returns its name. Raises what `write` raises. model_id: for the
+        log."""
         self._written += 1
         version = f"{self._name}-{self._written}"
         write(Path(self.remote_addr), open_weights(weights), version)
@@ -82,8 +86,8 @@ class VLLMDoubleBufferTransport:
         """The newest version's tensors by their names, read and compared with their digests: a
         TensorDict, or a dict where tensordict is not installed.
 
-        timeout: seconds to wait for a first version; not at all by default. The other arguments, which
-        the original takes and drops, are refused.
+        timeout: seconds to wait for a first version; not at all by default. The other arguments,
+        which the original takes and drops, are refused.
 
         Raises `SourceError` where there is none, and for a buffer that is not whole.
         """
@@ -101,7 +105,8 @@ class VLLMDoubleBufferTransport:
         return TensorDict(tensors, [])
 
     def newest(self, timeout: float | None = None, than: str | None = None) -> Buffer | None:
-        """The newest version if it is another one `than` this; None where there is none within `timeout` seconds, by default at once.
+        """The newest version if it is another one `than` this; None where there is none within
+        `timeout` seconds, by default at once.
 
         Raises `SourceError` for a buffer that is not whole.
         """
@@ -137,7 +142,8 @@ class VLLMDoubleBufferWeightSender:
         raise ConfigError(f"weights go by {self._transport.remote_addr}: worker {worker_idx} needs no {type(pipe_or_context).__name__}")
 
     def update_weights(self, weights: Any = None) -> str:
-        """Writes these weights, those of the registered model by default. Returns the version's name."""
+        """Writes these weights, those of the registered model by default. Returns the version's
+        name."""
         weights = self.model if weights is None else weights
         if weights is None:
             raise ConfigError("there are no weights to write", next_step="register a model, or give the weights")
@@ -170,11 +176,12 @@ class VLLMDoubleBufferWeightReceiver(FromContext):
     def poll_and_apply(self, timeout: float | None = None) -> bool:
         """Loads the newest version if it is not loaded yet.
 
-        timeout: seconds to wait for a version that is not loaded yet; False where none came. Left out, nothing is waited for: True
-        where the engine serves the newest version now, as TorchRL says it.
+        timeout: seconds to wait for a version that is not loaded yet; False where none came. Left
+        out, nothing is waited for: True where the engine serves the newest version now, as TorchRL
+        says it.
 
-        Raises `SourceError` where nothing was written yet and nothing is waited for, and for a buffer that is not what its writer
-        wrote. Raises what `WeightSync.push` raises.
+        Raises `SourceError` where nothing was written yet and nothing is waited for, and for a
+        buffer that is not what its writer wrote. Raises what `WeightSync.push` raises.
         """
         found = self._transport.newest(timeout, self.version)
         if found is None:

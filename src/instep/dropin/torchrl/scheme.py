@@ -1,4 +1,5 @@
-"""What both schemes share: the calls that a TorchRL collector makes, and a push from the engine's side."""
+"""What both schemes share: the calls that a TorchRL collector makes, and a push from the engine's
+side."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ Strategy = Literal["tensordict", "state_dict"]
 
 class Scheme(WeightSyncScheme):  # type: ignore[misc]
     """
-    strategy: `tensordict` or `state_dict`. Either sends the same tensors, under the names that `save_pretrained` writes.
-    settings: those of `instep.WeightSync`. A dtype that the engine does not store is rounded to the engine's, as the original's loader
+    strategy: `tensordict` or `state_dict`. Either sends the same tensors, under the names that
+    `save_pretrained` writes.
+    settings: those of `instep.WeightSync`. A dtype that the engine does not store is rounded to the
+    engine's, as the original's loader
         does it, unless they have cast=False.
     """
 
@@ -43,7 +46,8 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]
 
     @property
     def sender(self) -> Any:
-        """The sender behind `send`, which collectors call. A model that is registered with it need not be given to the collector."""
+        """The sender behind `send`, which collectors call. A model that is registered with it need
+        not be given to the collector."""
         if self._sender is None:
             self._sender = self.create_sender()
         return self._sender
@@ -63,7 +67,8 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]
         )
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Sends nothing unless weights are given: engines start with weights of their own. worker_idx is refused."""
+        """Sends nothing unless weights are given: engines start with weights of their own.
+        worker_idx is refused."""
         if worker_idx is not None:
             raise ConfigError("every engine takes an update or none does: worker_idx cannot choose among them")
         if not self.initialized_on_sender:

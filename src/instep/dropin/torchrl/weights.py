@@ -1,4 +1,5 @@
-"""Weights in TorchRL's forms as a source, and the metadata that both sides are told before the first update."""
+"""Weights in TorchRL's forms as a source, and the metadata that both sides are told before the
+first update."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from instep.source.current import CurrentSource
 
 Metadata = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 JOIN = "join"
-"""The trainer's first request: what it was told of the model, and how long it waits for an answer."""
+"""The trainer's first request: what it was told of the model, and how long it waits for an
+answer."""
 Joining = tuple[list[TensorMeta], float]
 
 
@@ -46,16 +48,18 @@ def differences(here: Mapping[str, TensorMeta], there: Mapping[str, TensorMeta],
 
 
 def check_told(theirs: Iterable[TensorMeta], announced: Mapping[str, TensorMeta], here: str) -> None:
-    """Raises `PlanError` where a trainer was told of other tensors than `announced`. here: where these were."""
+    """Raises `PlanError` where a trainer was told of other tensors than `announced`. here: where
+    these were."""
     if different := differences({meta.name: meta for meta in theirs}, announced, ("at the trainer", here)):
         raise PlanError(f"trainer and receiver were told of different models: {different}")
 
 
 def open_weights(weights: Any, names: Collection[str] | None = None) -> Source:
-    """Weights in any of TorchRL's forms as a source: a module, a TensorDict, a mapping, or pairs of a
-    name and a tensor.
+    """Weights in any of TorchRL's forms as a source: a module, a TensorDict, a mapping, or pairs of
+    a name and a tensor.
 
-    names: of a TensorDict or a mapping, these tensors alone: `TensorDict.from_module` takes along buffers that no checkpoint has.
+    names: of a TensorDict or a mapping, these tensors alone: `TensorDict.from_module` takes along
+    buffers that no checkpoint has.
     """
     while isinstance(weights, nn.Module) and type(weights).__module__.startswith("torchrl.") and hasattr(weights, "model"):
         weights = weights.model  # TorchRL's policies put a prefix before every name of the model that they hold
@@ -69,7 +73,8 @@ def open_weights(weights: Any, names: Collection[str] | None = None) -> Source:
 
 
 class AnnouncedSource(CurrentSource):
-    """Raises `PlanError` for weights that are not those that were announced; a tied name may be announced or not."""
+    """Raises `PlanError` for weights that are not those that were announced; a tied name may be
+    announced or not."""
 
     announced: Mapping[str, TensorMeta] = {}
 

@@ -1,1 +1,2 @@
-"""Engines of other processes: the calls (`rpc.py`), and the ways that they go: TCP, pipes, Ray, HTTP."""
+"""Engines of other processes: the calls (`rpc.py`), and the ways that they go: TCP, pipes, Ray,
+HTTP."""

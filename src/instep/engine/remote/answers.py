@@ -23,7 +23,8 @@ from instep.engine.remote.asgi import App, Message, Receive, Scope, Send
 
 FIRST, LAST = b"x-instep-version-first", b"x-instep-version-last"
 EVENT = re.compile(rb'(?:^|(?<=\n))data: \{(?=")')
-"""The beginning of a server-sent event's JSON object that is not empty. Strings in JSON have no line breaks."""
+"""The beginning of a server-sent event's JSON object that is not empty. Strings in JSON have no
+line breaks."""
 
 
 class Answer:

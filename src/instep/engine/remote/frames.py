@@ -22,7 +22,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Requests:
-    """Requests of one connection, on its event loop. lost: why no more answers come, once they do not."""
+    """Requests of one connection, on its event loop. lost: why no more answers come, once they do
+    not."""
 
     def __init__(self) -> None:
         self.lost: str | None = None
@@ -52,7 +53,8 @@ class Requests:
             raise EngineLost(self.lost)
 
     def lose(self, why: str) -> None:
-        """Raises `EngineLost` in all waiting requests: no more answers come. The first reason stays."""
+        """Raises `EngineLost` in all waiting requests: no more answers come. The first reason
+        stays."""
         self.lost = self.lost or why
         for answer in self._waiting.values():
             if not answer.done():

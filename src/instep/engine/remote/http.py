@@ -1,6 +1,7 @@
 """Engines behind an HTTP server, by their URL: `WeightSync(source, engines=["http://gpu1:8000"])`.
 
-The server is `instep serve`, or any that has the routes of `http_control.py`. Weights do not travel here, but by a push's transport.
+The server is `instep serve`, or any that has the routes of `http_control.py`. Weights do not travel
+here, but by a push's transport.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from instep.extras import needed_by
 from instep.protocol import decode, encode
 
 REPEATABLE = ("hello", "trace", "prepare", "ready", "accept", "status", "abort", "digest")
-"""What may be done twice. Anything else is sent again only to ask what came of it: the server then runs nothing that it has not seen."""
+"""What may be done twice. Anything else is sent again only to ask what came of it: the server then
+runs nothing that it has not seen."""
 ASKING = ("hello", "status", "score")
 TOO_LONG = f"let {LARGE >> 20} MiB pass where the limit is, such as nginx's client_max_body_size: a request lists every tensor"
 ATTEMPTS, AGAIN = 3, 0.1  # seconds before the second attempt; three times as long before the third
@@ -44,7 +46,8 @@ class HttpEngine(RemoteEngine):
     url: such as `http://gpu1:8000`, `https://inference.example/model-a` or `http://[fd00::1]:8000`.
     token: the server's; if None, `http_token.token_of` finds it.
 
-    Raises `ConfigError` for a URL that is none or holds a password, and where httpx is not installed.
+    Raises `ConfigError` for a URL that is none or holds a password, and where httpx is not
+    installed.
     """
 
     def __init__(self, url: str, token: str | None = None, **options: Any) -> None:

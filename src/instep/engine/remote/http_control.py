@@ -1,12 +1,14 @@
-"""An engine's control routes over HTTP, and what an inference server says while its engine must not generate.
+"""An engine's control routes over HTTP, and what an inference server says while its engine must not
+generate.
 
     POST /instep/v1/{hello,trace,prepare,ready,commit,accept,abort,status,digest}   to the workers
     POST /instep/v1/{pause,resume,label,score,refuse}                 to the engine
     GET  /instep/v1/status                                            the same for people, in JSON
 
-A body is a msgpack `Call`, an answer an `Outcome` (see `rpc.py`) with a status that says what it is. A request that does not get as far as
-the engine is answered in JSON. Nothing is unpickled, and nothing is read before the token was seen. `Control` is an ASGI middleware:
-it knows no web framework and no engine.
+A body is a msgpack `Call`, an answer an `Outcome` (see `rpc.py`) with a status that says what it
+is. A request that does not get as far as the engine is answered in JSON. Nothing is unpickled, and
+nothing is read before the token was seen. `Control` is an ASGI middleware: it knows no web
+framework and no engine.
 """
 
 from __future__ import annotations

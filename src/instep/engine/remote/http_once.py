@@ -29,7 +29,8 @@ class Once:
         """Returns the task that runs `action`: a new one, or the one of an earlier request with
         this number.
 
-        again: the request must have been seen before. Raises `Stale` where it was not, and for a number whose answer is forgotten.
+        again: the request must have been seen before. Raises `Stale` where it was not, and for a
+        number whose answer is forgotten.
         """
         known = self.answers.get((client, number))
         if known is not None:

@@ -1,6 +1,7 @@
 """The token that opens an engine's control routes.
 
-Trainers and servers find it in the variable `INSTEP_TOKEN`, or in the file that `INSTEP_TOKEN_FILE` names.
+Trainers and servers find it in the variable `INSTEP_TOKEN`, or in the file that `INSTEP_TOKEN_FILE`
+names.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def checked(pipe: Connection) -> Connection:
 class End:
     """One end of a pipe: whole frames, in both directions at once.
 
-    take: called with this object for each frame. gone: called once, with the reason why no more come.
+    take: called with this object for each frame. gone: called once, with the reason why no more
+    come.
 
     An end has one reader: a new `End` of the same pipe closes the one before.
     """

@@ -4,8 +4,9 @@
     RemoteEngine(rpc)  ── method, payload ───▶  Endpoint(engine).answer(method, payload)
                        ◀─ encoded Outcome ───
 
-This is the control layer alone: requests of some kilobytes. Weights do not travel here, workers pull them from instep's transports.
-`tcp.py` and `ray.py` each have an `Rpc`; another one is a class with one method, and whatever awaits `answer` on the other side.
+This is the control layer alone: requests of some kilobytes. Weights do not travel here, workers
+pull them from instep's transports. `tcp.py` and `ray.py` each have an `Rpc`; another one is a class
+with one method, and whatever awaits `answer` on the other side.
 """
 
 from __future__ import annotations
@@ -132,12 +133,13 @@ ARGUMENTS: dict[str, Any] = {
 class Endpoint:
     """Serves an engine to trainers in other processes.
 
-    timeout: the trainer's, in seconds. A request that takes longer is given up. An engine that is left alone for that long in the middle
-        of a push is taken back: where it is paused it goes on with whatever whole version it holds, or refuses to generate if it holds
-        none. Other trainers may push then.
+    timeout: the trainer's, in seconds. A request that takes longer is given up. An engine that is
+    left alone for that long in the middle
+        of a push is taken back: where it is paused it goes on with whatever whole version it holds,
+        or refuses to generate if it holds none. Other trainers may push then.
 
-    A trainer that has prepared a version is the one whose silence counts, until it ends its push or goes away. Another one, which the
-    workers refuse meanwhile, changes nothing here.
+    A trainer that has prepared a version is the one whose silence counts, until it ends its push or
+    goes away. Another one, which the workers refuse meanwhile, changes nothing here.
     """
 
     def __init__(self, engine: Engine, timeout: float = 60.0) -> None:

@@ -9,8 +9,9 @@ connection.
     TcpRpc.call        ── Frame ──▶  answer(method, payload)
                        ◀─ Frame ──
 
-The token itself is never sent: each side sends a keyed hash of both sides' random bytes. What follows is not encrypted, so listen on other
-interfaces than the loopback in a trusted network only. A frame is four bytes of length and a msgpack struct; nothing is unpickled.
+The token itself is never sent: each side sends a keyed hash of both sides' random bytes. What
+follows is not encrypted, so listen on other interfaces than the loopback in a trusted network only.
+A frame is four bytes of length and a msgpack struct; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ class TcpRpc:
 
 
 class TcpDoor:
-    """The engine's side. Dials until a trainer answers, and again whenever the connection has ended."""
+    """The engine's side. Dials until a trainer answers, and again whenever the connection has
+    ended."""
 
     def __init__(self, host: str, port: int, token: str, name: str | None = None) -> None:
         self.host, self.port, self.token = host, port, token.encode()

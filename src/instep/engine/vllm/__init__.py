@@ -1,4 +1,5 @@
-"""vLLM: its engines as they are pushed to (`engine.py`), and what runs within its processes (`worker.py`)."""
+"""vLLM: its engines as they are pushed to (`engine.py`), and what runs within its processes
+(`worker.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A LoRA adapter in a vLLM worker. vLLM's own loader reads it, from a folder that exists for as long as that takes."""
+"""A LoRA adapter in a vLLM worker. vLLM's own loader reads it, from a folder that exists for as
+long as that takes."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class VllmAdapter(AdapterHost):
     """Serves a pushed LoRA adapter in a worker. number: `lora_int_id` of the requests that ask
     for it.
 
-    vLLM forgets adapters: where others need the room, and where the base weights are reloaded. It loads them again when a request comes,
-    from the path in the request. What was pushed is given to it then, whatever the path.
+    vLLM forgets adapters: where others need the room, and where the base weights are reloaded. It
+    loads them again when a request comes, from the path in the request. What was pushed is given to
+    it then, whatever the path.
     """
 
     def __init__(self, worker: Any, number: int) -> None:

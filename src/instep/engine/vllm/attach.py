@@ -1,9 +1,9 @@
-"""Gives vLLM's workers instep's calls without `worker_extension_cls`: where `INSTEP_ATTACH=1` asks for
-it, and where the worker runs in this process.
+"""Gives vLLM's workers instep's calls without `worker_extension_cls`: where `INSTEP_ATTACH=1` asks
+for it, and where the worker runs in this process.
 
-A framework that starts vLLM by itself may have no setting for an extension, or one of its own in that
-place. Each worker object gets the calls, when it is made or later. No class of vLLM is changed but for
-its `__init__`, so vLLM's check for names that an extension has too finds nothing.
+A framework that starts vLLM by itself may have no setting for an extension, or one of its own in
+that place. Each worker object gets the calls, when it is made or later. No class of vLLM is changed
+but for its `__init__`, so vLLM's check for names that an extension has too finds nothing.
 """
 
 from __future__ import annotations

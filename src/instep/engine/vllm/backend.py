@@ -2,7 +2,8 @@
 
     LLM(model=path, weight_transfer_config={"backend": "instep"})   # or --weight-transfer-config '{"backend": "instep"}'
 
-With it vLLM's four phases bring what `publisher.py` has published, and `WeightSync` reaches the engine without a worker extension.
+With it vLLM's four phases bring what `publisher.py` has published, and `WeightSync` reaches the
+engine without a worker extension.
 
     init     lets a new trainer take over, and may set the deadline of the phases
     start    forgets what was staged
@@ -12,17 +13,21 @@ With it vLLM's four phases bring what `publisher.py` has published, and `WeightS
 
 Three things follow from how vLLM makes these calls.
 
-**The plan is proved in the workers.** The phases return nothing, so no trainer could put the workers' traces together. The workers do: each
-sends its replies to all others through the store that vLLM's own process group was built on, and each then judges all of them as a trainer
-does, with the same code (`member.Member`). All come to the same end: one worker that fails ends the update in all.
+**The plan is proved in the workers.** The phases return nothing, so no trainer could put the
+workers' traces together. The workers do: each sends its replies to all others through the store
+that vLLM's own process group was built on, and each then judges all of them as a trainer does, with
+the same code (`member.Member`). All come to the same end: one worker that fails ends the update in
+all.
 
-**One worker raises for all.** vLLM reads the workers' replies in the order of their ranks and stops at the first that failed; those behind
-it stay in their queues, and every later call gets the replies of the one before it. So the last worker alone raises what all agree on.
-And as vLLM takes back its mark of an update in progress only where a worker raised, the mark is taken back here in all of them.
+**One worker raises for all.** vLLM reads the workers' replies in the order of their ranks and stops
+at the first that failed; those behind it stay in their queues, and every later call gets the
+replies of the one before it. So the last worker alone raises what all agree on. And as vLLM takes
+back its mark of an update in progress only where a worker raised, the mark is taken back here in
+all of them.
 
-**A dirty worker refuses to run.** Half an update is known to the workers and to whoever called `finish`. Should the engine be asked to
-generate before an update has healed it, the worker's next step raises `EngineDirty`, which ends the engine: better than tokens of two
-versions.
+**A dirty worker refuses to run.** Half an update is known to the workers and to whoever called
+`finish`. Should the engine be asked to generate before an update has healed it, the worker's next
+step raises `EngineDirty`, which ends the engine: better than tokens of two versions.
 """
 
 from __future__ import annotations
@@ -62,10 +67,12 @@ logger = logging.getLogger("instep")
 T = TypeVar("T")
 
 CALLS_OF_A_PHASE = 1 << 16
-"""Sequence numbers of one phase, more than it makes calls: a worker that left one early is in step in the next."""
+"""Sequence numbers of one phase, more than it makes calls: a worker that left one early is in step
+in the next."""
 
 SESSION = "vllm"
-"""A trainer that uses the phases takes over from the one before it at once: vLLM itself lets in one update at a time."""
+"""A trainer that uses the phases takes over from the one before it at once: vLLM itself lets in one
+update at a time."""
 
 
 @dataclass
@@ -90,7 +97,8 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class InstepEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Stages in `update`, commits in `finish`. Every method runs in all workers of an engine, and raises in the last of them."""
+    """Stages in `update`, commits in `finish`. Every method runs in all workers of an engine, and
+    raises in the last of them."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

@@ -1,8 +1,9 @@
 """Notice when a vLLM worker's weights change by another way than a push.
 
-vLLM can reload its weights from disk, take them over its own weight transfer, and put them to sleep; a worker
-extension of the user's can call the model's loader. Each of these ways passes a method of the worker, of its model
-runner or of the model. `watch` wraps these methods on the objects themselves, and no class of vLLM is changed.
+vLLM can reload its weights from disk, take them over its own weight transfer, and put them to
+sleep; a worker extension of the user's can call the model's loader. Each of these ways passes a
+method of the worker, of its model runner or of the model. `watch` wraps these methods on the
+objects themselves, and no class of vLLM is changed.
 """
 
 from __future__ import annotations

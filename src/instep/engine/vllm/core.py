@@ -1,7 +1,7 @@
 """A commit within vLLM's engine process, between two of its steps.
 
-vLLM answers utility calls of its own: pause, `collective_rpc`, resume. Each costs a way there and back while no token is made. The plugin
-(`plugin.py`) gives its `EngineCore` one call for all three.
+vLLM answers utility calls of its own: pause, `collective_rpc`, resume. Each costs a way there and
+back while no token is made. The plugin (`plugin.py`) gives its `EngineCore` one call for all three.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def commit(core: Any, payload: bytes, reset: bool, version: str) -> list[bytes] 
     """Does what `fused_commit.FusedCommit` says. core: an `EngineCore`. Returns a future if a
     step has to finish first, as vLLM's own pause does.
 
-    vLLM's loop waits for a message when that step has ended, and does not look whether there is work again by then: it gets one.
+    vLLM's loop waits for a message when that step has ended, and does not look whether there is
+    work again by then: it gets one.
     """
     answers: list[bytes] = core.collective_rpc("instep_call", args=("reserve", beside(payload, version)))
     if refused(answers):

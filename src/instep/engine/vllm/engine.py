@@ -1,4 +1,5 @@
-"""vLLM as an engine, seen from the trainer: an `LLM` or an `AsyncLLM` of this process, built with one of
+"""vLLM as an engine, seen from the trainer: an `LLM` or an `AsyncLLM` of this process, built with
+one of
 
 worker_extension_cls="instep.vllm.WorkerExtension"
 weight_transfer_config={"backend": "instep"}
@@ -210,9 +211,11 @@ Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class _Thread:
-    """Runs blocking calls one after the other. A call that never returns does not keep the interpreter from ending.
+    """Runs blocking calls one after the other. A call that never returns does not keep the
+    interpreter from ending.
 
-    The thread ends when this object is gone, and keeps nothing of a call that is over. device: that of a worker whose code it runs.
+    The thread ends when this object is gone, and keeps nothing of a call that is over. device: that
+    of a worker whose code it runs.
     """
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:

@@ -1,12 +1,15 @@
 """Checks where a vLLM keeps the experts of an MoE model, and whether a push can follow.
 
-Routes are traced in each worker through its own loader, which knows the experts that the worker has: expert parallelism needs nothing
-else, and the proof wants each expert read by some worker. Two things break this.
+Routes are traced in each worker through its own loader, which knows the experts that the worker
+has: expert parallelism needs nothing else, and the proof wants each expert read by some worker. Two
+things break this.
 
-vLLM's load balancing (`enable_eplb`) moves experts between workers while it serves. Its loader goes on to fill the places of the first
-arrangement, and its router asks the places of the present one. An arrangement that is under way also brings experts of before the push.
+vLLM's load balancing (`enable_eplb`) moves experts between workers while it serves. Its loader goes
+on to fill the places of the first arrangement, and its router asks the places of the present one.
+An arrangement that is under way also brings experts of before the push.
 
-Data-parallel ranks of a mixture hold a part of its experts each, or of every expert. One that was started alone is not all of the engine.
+Data-parallel ranks of a mixture hold a part of its experts each, or of every expert. One that was
+started alone is not all of the engine.
 """
 
 from __future__ import annotations

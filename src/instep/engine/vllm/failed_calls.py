@@ -1,8 +1,8 @@
 """Tells workers of calls that failed before they reached them, as a trainer may be waiting for
 the workers in a broadcast.
 
-The name of a method is looked at in vLLM's core. There a wrong one is refused once; in several workers each would refuse it, and vLLM reads
-one reply.
+The name of a method is looked at in vLLM's core. There a wrong one is refused once; in several
+workers each would refuse it, and vLLM reads one reply.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ def refuse_while(worker: Any, dirty: Callable[[], str | None], before_new: Calla
 
     before_new: called before a step that begins with new requests.
 
-    Steps without tokens go on: with one of these vLLM tells its workers which requests have ended, also of a paused engine.
+    Steps without tokens go on: with one of these vLLM tells its workers which requests have ended,
+    also of a paused engine.
     """
 
     def check() -> None:

@@ -38,7 +38,8 @@ class VllmModel:
         self.device = str(worker.device)
         self.busy = False  # with the model's loader, for a push
         self.views: list[View] = []  # as the last session has found them
-        # Flags that a reload session leaves on the model, set here as it leaves them: they are not derived from weights.
+        # Flags that a reload session leaves on the model, set here as it leaves them: they are not
+        # derived from weights.
         flag = getattr(self.model, "_do_torchao_reload", False)
         vars(self.model).update(_do_torchao_reload=flag, _original_do_torchao_reload=flag)
         _import_reload()

@@ -1,8 +1,9 @@
 """Runs vLLM's initial load on a second model, a few layers at a time. A reload session must give
 the same result (see `receiver/initial.py`).
 
-The model is built once more, as vLLM builds it, and large weights take no memory until their block is loaded.
-What vLLM keeps by layer names while it builds a model goes to a configuration of its own, so that the live model is not touched.
+The model is built once more, as vLLM builds it, and large weights take no memory until their block
+is loaded. What vLLM keeps by layer names while it builds a model goes to a configuration of its
+own, so that the live model is not touched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from instep.engine.vllm.host import VllmModel
 
 LARGE = {torch.empty: 1 << 12} | dict.fromkeys((torch.zeros, torch.ones, torch.full, torch.rand, torch.randn), 1 << 20)
-"""Elements of what gets no memory. What is smaller has it at once: vLLM writes marks into some of it before it loads."""
+"""Elements of what gets no memory. What is smaller has it at once: vLLM writes marks into some of
+it before it loads."""
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

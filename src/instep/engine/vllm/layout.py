@@ -45,9 +45,9 @@ def laid_out(model: nn.Module) -> Iterator[Layout]:
 class VllmLayout(Layout):
     """Knows which writes a reload session of vLLM would notice.
 
-    The session replaces each tensor's `weight_loader`, counts what that copies, and calls it once more
-    on real memory when it has counted a layer's elements. What is written in another way goes to a
-    shape-only tensor and is lost, except in tensors that stay live.
+    The session replaces each tensor's `weight_loader`, counts what that copies, and calls it once
+    more on real memory when it has counted a layer's elements. What is written in another way goes
+    to a shape-only tensor and is lost, except in tensors that stay live.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,8 @@ def never_loaded() -> Collection[str]:
 
 
 class tensors_put_back:
-    """Puts the modules' parameters and buffers back as they were, the same objects in the same registries."""
+    """Puts the modules' parameters and buffers back as they were, the same objects in the same
+    registries."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.saved = [(m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]

@@ -23,8 +23,9 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
     """Returns a function that reads tool calls. It takes a turn's text and OpenAI's definitions
     of the tools, and returns each call's name and arguments (JSON).
 
-    It gives None where the text holds a call that the parser cannot read: vLLM takes that for an ordinary answer, and loses valid calls
-    beside it. Raises `ConfigError` for a parser that this vLLM does not have or that does not suit the tokenizer.
+    It gives None where the text holds a call that the parser cannot read: vLLM takes that for an
+    ordinary answer, and loses valid calls beside it. Raises `ConfigError` for a parser that this
+    vLLM does not have or that does not suit the tokenizer.
     """
     manager, ChatCompletionRequest = _vllm()
     try:
@@ -34,7 +35,8 @@ def load(name: str, tokenizer: Any) -> Callable[[str, list[dict[str, Any]]], lis
         raise ConfigError(f"vLLM has no tool parser {name!r}; it has {', '.join(names())}") from error
     except Exception as error:  # parsers look for their tokens in the tokenizer's vocabulary
         raise ConfigError(f"vLLM's tool parser {name!r} does not suit this tokenizer: {error}") from error
-    # It logs a traceback for every call that it cannot read. The model is told of it, and the sample's record has it.
+    # It logs a traceback for every call that it cannot read. The model is told of it, and the
+    # sample's record has it.
     logging.getLogger(kind.__module__).setLevel(logging.CRITICAL)
 
     @lru_cache(KEPT)

@@ -24,7 +24,8 @@ class Parts:
     def add(self, manifest: Manifest, part: int, count: int) -> Manifest | None:
         """Adds a part. Returns the whole version when no part is missing, else None.
 
-        Raises `ConfigError` for numbers that count no parts, `VersionConflict` for a part that came before or is of another update.
+        Raises `ConfigError` for numbers that count no parts, `VersionConflict` for a part that came
+        before or is of another update.
         """
         if type(part) is not int or type(count) is not int or not 1 <= part <= count:
             raise ConfigError(f"part {part!r} of {count!r} is no part of an update: parts are counted from 1", next_step=ANEW)

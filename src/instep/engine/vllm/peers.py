@@ -15,7 +15,8 @@ from instep.receiver.state import Receiver
 
 ALL = "all"
 SOON, SELDOM = 0.0002, 0.005
-"""Seconds between two looks for what the others say: a hundredth of the wait so far, within these."""
+"""Seconds between two looks for what the others say: a hundredth of the wait so far, within
+these."""
 
 
 class Silent(TransportError):
@@ -39,10 +40,12 @@ def speaks(worker: Any) -> bool:
 class Peers:
     """Worker `rank` among the `size` workers of an engine.
 
-    What is said goes through the store that vLLM's process group was built on. No collective: one that is cut short by a deadline leaves
-    its group unusable, and vLLM needs it. All workers begin the same series of exchanges, one after the other.
+    What is said goes through the store that vLLM's process group was built on. No collective: one
+    that is cut short by a deadline leaves its group unusable, and vLLM needs it. All workers begin
+    the same series of exchanges, one after the other.
 
-    store: may be None where there is one worker. timeout: seconds that a worker waits for the others.
+    store: may be None where there is one worker. timeout: seconds that a worker waits for the
+    others.
     """
 
     def __init__(self, rank: int, size: int, store: Any, timeout: float) -> None:
@@ -52,7 +55,8 @@ class Peers:
 
     @classmethod
     def of(cls, worker: Any, purpose: str, timeout: float) -> Peers:
-        """Returns the peers of a vLLM worker. Those with different purposes do not hear each other."""
+        """Returns the peers of a vLLM worker. Those with different purposes do not hear each
+        other."""
         size: int = worker.vllm_config.parallel_config.world_size
         if size == 1:
             return cls(0, 1, None, timeout)
@@ -71,8 +75,9 @@ class Peers:
         """Returns what every worker says about a topic, in the order of ranks. A topic comes once
         in a series.
 
-        Raises `Silent` where a worker says nothing until the deadline: then in every worker that comes to this topic. Raises the error of
-        a worker that has failed in this series and never comes to it.
+        Raises `Silent` where a worker says nothing until the deadline: then in every worker that
+        comes to this topic. Raises the error of a worker that has failed in this series and never
+        comes to it.
         """
         if self.size == 1:
             return [mine]
@@ -102,7 +107,8 @@ class Peers:
         """Tells how a call of all workers ended in this one: a series of its own. Returns the
         first error of all, in the order of ranks.
 
-        An error of another worker begins with its rank. A worker that is silent until the deadline is an error too.
+        An error of another worker begins with its rank. A worker that is silent until the deadline
+        is an error too.
         """
         if self.size == 1:
             return error

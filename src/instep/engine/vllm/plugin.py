@@ -1,9 +1,10 @@
 """The plug-in that vLLM loads at its start, in every process, through the entry point
 `vllm.general_plugins`.
 
-It makes `instep` a name that `weight_transfer_config` knows, gives vLLM's `EngineCore` the utility call `instep_commit` (see
-`core.py`), has calls of workers carry dtypes, and tells workers of calls that do not come to them (see `failed_calls.py`). Nothing is
-imported for these until it is asked for. Where `VLLM_PLUGINS` is set, `instep` must be in it.
+It makes `instep` a name that `weight_transfer_config` knows, gives vLLM's `EngineCore` the utility
+call `instep_commit` (see `core.py`), has calls of workers carry dtypes, and tells workers of calls
+that do not come to them (see `failed_calls.py`). Nothing is imported for these until it is asked
+for. Where `VLLM_PLUGINS` is set, `instep` must be in it.
 """
 
 from __future__ import annotations

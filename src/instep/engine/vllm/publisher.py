@@ -1,4 +1,5 @@
-"""The trainer's side for those who keep vLLM's four phases, with engines on the trainer's host that were started with
+"""The trainer's side for those who keep vLLM's four phases, with engines on the trainer's host that
+were started with
 
 weight_transfer_config={"backend": "instep"}
 """
@@ -34,11 +35,13 @@ class WeightPublisher:
             llm.finish_weight_update(f"step-{step}")
             llm.reset_prefix_cache()
 
-    One `update_info` serves any number of engines. With `AsyncLLM` and over HTTP: pause before `start`, resume after `finish`. `WeightSync`
-    does all this, heals what can be healed, and needs no phases.
+    One `update_info` serves any number of engines. With `AsyncLLM` and over HTTP: pause before
+    `start`, resume after `finish`. `WeightSync` does all this, heals what can be healed, and needs
+    no phases.
 
     source: as for `WeightSync`.
-    dtype: tensors of floating-point numbers are rounded to it. Without it nothing may be rounded: the
+    dtype: tensors of floating-point numbers are rounded to it. Without it nothing may be rounded:
+    the
         engine stores the source's dtypes or wider ones.
     timeout: seconds that an engine's workers wait for each other, and for the proof of the bytes.
     """

@@ -18,8 +18,9 @@ from instep.receiver.watcher import storage_of
 def forget_expert_kernels(model: nn.Module) -> None:
     """Makes each expert layer set up its kernel again when it is loaded.
 
-    On the CPU the kernel expects packed weights, and vLLM packs them only while it sets the kernel up: its own reload leaves them unpacked,
-    and the layer computes nonsense. On a GPU the kernel stays, as CUDA graphs may have captured it.
+    On the CPU the kernel expects packed weights, and vLLM packs them only while it sets the kernel
+    up: its own reload leaves them unpacked, and the layer computes nonsense. On a GPU the kernel
+    stays, as CUDA graphs may have captured it.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -41,8 +42,9 @@ def allow_other_tensors(layer: nn.Module, info: Any) -> None:
     """Lets a session end for a layer whose live parameters are not those that vLLM remembers.
     Copying into them would fail.
 
-    Some layers read another layer's weight once, pack it, and leave an empty one there. Some loaders
-    register a parameter when a checkpoint turns out to have it, and do so again in each session.
+    Some layers read another layer's weight once, pack it, and leave an empty one there. Some
+    loaders register a parameter when a checkpoint turns out to have it, and do so again in each
+    session.
     """
     if info.kernel_tensors is None:
         return
@@ -55,8 +57,8 @@ class Fitting(dict[str, nn.Parameter]):
     """A layer's parameters before a session. The session reads them when it copies, and when it
     puts them back.
 
-    An empty one is replaced by what the layer has in its place by then, and one of which the session has made nothing is
-    not copied into.
+    An empty one is replaced by what the layer has in its place by then, and one of which the
+    session has made nothing is not copied into.
     """
 
     def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
@@ -73,7 +75,8 @@ class Fitting(dict[str, nn.Parameter]):
 
 
 class View(NamedTuple):
-    """A buffer that was a view of a layer's parameter when the model was built, and is none any more."""
+    """A buffer that was a view of a layer's parameter when the model was built, and is none any
+    more."""
 
     buffer: torch.Tensor
     layer: Any
@@ -84,8 +87,8 @@ def parted_views(model: nn.Module) -> list[View]:
     """Returns the buffers that are such views. vLLM does not remember them as tensors to load,
     since loading the parameter filled them.
 
-    Packing gives a parameter other memory. Which one it was follows from the number of elements; where
-    several have as many, none is taken.
+    Packing gives a parameter other memory. Which one it was follows from the number of elements;
+    where several have as many, none is taken.
     """
     found = []
     for module in model.modules():
@@ -169,7 +172,8 @@ def _fits(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
 def refresh_tied(model: nn.Module) -> None:
     """Makes layers that share another layer's tensor process it again.
 
-    vLLM's reload handles a tied tensor through one of its layers; on the CPU the other (lm_head) keeps a packed copy of the old weights.
+    vLLM's reload handles a tied tensor through one of its layers; on the CPU the other (lm_head)
+    keeps a packed copy of the old weights.
     """
     first: dict[int, torch.nn.Module] = {}
     for layer in model.modules():

@@ -1,7 +1,8 @@
 """instep's control routes in vLLM's own HTTP server.
 
-`instep serve` puts them in by vLLM's flag `--middleware`, which every version has. In a server that somebody else starts, the entry point
-`vllm.endpoint_plugins` does it where `VLLM_PLUGINS` names `instep` (vLLM 0.26 and later).
+`instep serve` puts them in by vLLM's flag `--middleware`, which every version has. In a server that
+somebody else starts, the entry point `vllm.endpoint_plugins` does it where `VLLM_PLUGINS` names
+`instep` (vLLM 0.26 and later).
 """
 
 from __future__ import annotations

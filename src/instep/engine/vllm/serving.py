@@ -19,17 +19,20 @@ FORCED: dict[str, Any] = {
     "generation_config": "vllm",  # a model's own would change temperature and length of requests that do not say
 }
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""How chats are written for a tokenizer without a template, by the HTTP app: contents one after the other."""
+"""How chats are written for a tokenizer without a template, by the HTTP app: contents one after the
+other."""
 DEFAULTS: dict[str, Any] = {"worker_extension_cls": EXTENSION, "disable_log_stats": True}
 ON_CPU: dict[str, Any] = {"enable_chunked_prefill": False}
-"""Where a step reads only part of a prompt, vLLM takes back what the request's seed gave for it. A generator on the CPU cannot go back, and
+"""Where a step reads only part of a prompt, vLLM takes back what the request's seed gave for it. A
+generator on the CPU cannot go back, and
 the engine dies: seen in 0.32, after a push in flight too, when all that runs is read again."""
 
 
 async def start_vllm(model: str, **arguments: Any) -> VllmServing:
     """Starts an engine on the running event loop.
 
-    arguments: those of `vllm.AsyncEngineArgs`. What its log-probabilities mean is not a choice: they are those of the sampled distribution.
+    arguments: those of `vllm.AsyncEngineArgs`. What its log-probabilities mean is not a choice:
+    they are those of the sampled distribution.
     """
     with needed_by("start_vllm()"):
         from vllm import AsyncEngineArgs
@@ -50,7 +53,8 @@ class VllmServing:
     """A running `AsyncLLM` as `Serving`. A request that vLLM does not take raises `ConfigError`,
     a dirty engine `EngineDirty`, a lost process `EngineLost`.
 
-    llm: as `start_vllm` makes it. model: the name or directory that it was started with, of which the HTTP app needs to know.
+    llm: as `start_vllm` makes it. model: the name or directory that it was started with, of which
+    the HTTP app needs to know.
     """
 
     def __init__(self, llm: Any, model: str) -> None:
@@ -81,7 +85,8 @@ class VllmServing:
             raise
         except Exception as error:
             await self.check(error)
-            # The engine lives, so this is of the request: settings and tokens that vLLM refuses, or that it stumbled over.
+            # The engine lives, so this is of the request: settings and tokens that vLLM refuses, or
+            # that it stumbled over.
             raise ConfigError(f"vLLM does not take request {request_id}: {_told(error)}") from error
         if final is None or not final.finished:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")

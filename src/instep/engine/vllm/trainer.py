@@ -1,4 +1,5 @@
-"""instep among vLLM's own trainer engines: for code that is written to vLLM's `WeightTransferTrainerFactory`.
+"""instep among vLLM's own trainer engines: for code that is written to vLLM's
+`WeightTransferTrainerFactory`.
 
 trainer = WeightTransferTrainerFactory.trainer_init(
     InstepTrainerInitInfo(rank=0), client=HTTPVLLMWeightSyncClient("http://127.0.0.1:8000"), source=ModuleSource(model)
@@ -66,7 +67,8 @@ class InstepTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]
         """Makes one update, from start to finish. If no label is given, it is this run's name
         and a number.
 
-        Where the client's engine reports an error, it serves what it served, or the error says that it is dirty.
+        Where the client's engine reports an error, it serves what it served, or the error says that
+        it is dirty.
         """
         self.sent += 1
         version = version or f"{self.run}-{self.sent}"

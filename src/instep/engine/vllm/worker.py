@@ -2,7 +2,8 @@
 
     LLM(model=..., worker_extension_cls="instep.vllm.WorkerExtension")
 
-vLLM mixes the class into its worker; `collective_rpc("instep_call", ...)` then reaches a `Receiver` in every rank.
+vLLM mixes the class into its worker; `collective_rpc("instep_call", ...)` then reaches a `Receiver`
+in every rank.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def receiver_for(worker: Any) -> Receiver:
 def adopt(worker: Any, host: VllmHost, kind: type[Receiver]) -> None:
     """Makes the receiver of a vLLM worker, which also notices other changes of the weights."""
     if host.device != "cpu" and is_child():
-        # OpenMP's threads are not forked, and PyTorch would wait for them in host memory. On a GPU vLLM forks its engine.
+        # OpenMP's threads are not forked, and PyTorch would wait for them in host memory. On a GPU
+        # vLLM forks its engine.
         torch.set_num_threads(1)
     vars(worker)["instep_receiver"] = receiver = kind(host)
     watch(worker, receiver, lambda: host.busy)

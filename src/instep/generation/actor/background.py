@@ -1,4 +1,5 @@
-"""An event loop in a thread of its own, and tasks on it whose errors are kept until somebody asks."""
+"""An event loop in a thread of its own, and tasks on it whose errors are kept until somebody
+asks."""
 
 from __future__ import annotations
 

@@ -11,9 +11,11 @@ from instep.generation.types import Completion, RequestId, VersionSpan
 
 
 class Gate:
-    """Lets turns of rollouts through to the engine while nothing has closed it. Used on one event loop.
+    """Lets turns of rollouts through to the engine while nothing has closed it. Used on one event
+    loop.
 
-    A tool at work is on this side of the gate: closing waits for turns that the engine works on, and for nothing else.
+    A tool at work is on this side of the gate: closing waits for turns that the engine works on,
+    and for nothing else.
     """
 
     def __init__(self) -> None:
@@ -71,15 +73,17 @@ class Gate:
 class EngineClient:
     """A rollout's `Client` for an engine that serves requests.
 
-    Cached prefixes are shared by requests that began with the same version and by no others, so that also with `caches="keep"` a turn
-    that begins after a push computes its context with the new weights.
+    Cached prefixes are shared by requests that began with the same version and by no others, so
+    that also with `caches="keep"` a turn that begins after a push computes its context with the new
+    weights.
     """
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
         self.gate = Gate()
         self.version: str | None = None
-        """That a request which begins now is labelled with, where the engine itself does not say."""
+        """That a request which begins now is labelled with, where the engine itself does not
+        say."""
         self._running: dict[RequestId, str] = {}
 
     async def complete(self, prompt_token_ids: Sequence[int], sampling: Sampling, id: RequestId, turn: int) -> Completion:

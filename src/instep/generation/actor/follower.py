@@ -108,8 +108,9 @@ class Follower:
         gate = self._client.gate
         return await asyncio.shield(commit())
 
-    # Open Instruct's names: tensors wait in the workers, and the last one commits them all. The workers need the extension
-    # `instep.dropin.open_instruct.WorkerWrap`, whose errors these raise or return
+    # Open Instruct's names: tensors wait in the workers, and the last one commits them all. The
+    # workers need the extension `instep.dropin.open_instruct.WorkerWrap`, whose errors these raise
+    # or return
 
     def init_process_group(
         self,
@@ -141,7 +142,8 @@ class Follower:
         return self._bring("update_weight_cuda_ipc", (name, dtype, list(shape), ipc_handles), empty_cache)
 
     def finish_update(self, version: str | None = None) -> list[Status]:
-        """Commits the tensors that came since the last commit, under the label `version`, or none of them."""
+        """Commits the tensors that came since the last commit, under the label `version`, or none
+        of them."""
         committing = self._commit(self._started(), "finish_update", (version,))
         return self._background.run(committing, MINUTES * 60 + self.drain_timeout + CONTROL)
 

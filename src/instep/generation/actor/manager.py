@@ -15,9 +15,12 @@ from instep.errors import ConfigError, GenerationError
 class ActorStatus(Struct, frozen=True, kw_only=True):
     """The status of an actor.
 
-    version: that it serves; None before the first push. prompts: under way, from taking them to handing over their result.
-    samples: that hold a place in the engine. closed: why no turn may begin now. tokens: sampled so far.
-    stale: results that were too old, and made again. lag: versions that the last result's oldest token was behind.
+    version: that it serves; None before the first push. prompts: under way, from taking them to
+    handing over their result.
+    samples: that hold a place in the engine. closed: why no turn may begin now. tokens: sampled so
+    far.
+    stale: results that were too old, and made again. lag: versions that the last result's oldest
+    token was behind.
     errors: samples that ended in an error, or have no score because a verifier broke.
     """
 
@@ -36,7 +39,8 @@ class ActorStatus(Struct, frozen=True, kw_only=True):
 
 
 class ActorManager:
-    """A plain object, or with `ray.remote(ActorManager).remote()` an actor, that is given to every `LLMActor` of a fleet."""
+    """A plain object, or with `ray.remote(ActorManager).remote()` an actor, that is given to every
+    `LLMActor` of a fleet."""
 
     def __init__(self) -> None:
         self._until = 0.0

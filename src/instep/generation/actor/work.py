@@ -61,10 +61,10 @@ class Prompt:
 
 
 class Work:
-    """The prompts of one actor, from `begin` to `end`. They come by the queue, as places for their samples become free, or by `submitted`.
+    """The prompts of one actor, which come by `submitted`, or by the queue when places are free.
 
-    An error of the engine ends the actor, and `astatus` tells it; all others are in their samples. A prompt that cannot be answered is the
-    result of its own error.
+    An error of the engine ends the actor, and `astatus` tells it; all others are in their samples.
+    A prompt that cannot be answered is the result of its own error.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Work:
         self.rewards, self.settings = rewards, settings
         self.reward = rewards.build(harness.tokenizer) if rewards else None
         self.judging = Background(f"{name}-rewards", lambda: None) if rewards else None
-        """Where rewards are computed: a verifier that blocks its event loop keeps no engine waiting."""
+        """The loop that computes rewards: a verifier that blocks it keeps no engine waiting."""
         limit = settings.max_samples or serving.kv_cache.samples
         self.places = Places(limit)
         self.held = Places(2 * limit)

@@ -1,8 +1,8 @@
 """Converts Open Instruct's prompts to ours, and our results to Open Instruct's. All other
 modules use the records of `types.py`.
 
-A prompt is known by its attributes, whatever its class is called. Who sent one gets results of the classes that stand in the same module,
-and of those in `foreign_records.py` where there are none.
+A prompt is known by its attributes, whatever its class is called. Who sent one gets results of the
+classes that stand in the same module, and of those in `foreign_records.py` where there are none.
 """
 
 from __future__ import annotations

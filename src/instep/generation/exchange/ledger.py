@@ -5,7 +5,8 @@ die.
                ▲                │
                └──────lost──────┘
 
-`queue.Queue` forgets an item when it hands it over; what an actor had taken is gone with it. Used on one event loop.
+`queue.Queue` forgets an item when it hands it over; what an actor had taken is gone with it. Used
+on one event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from instep.errors import ConfigError, GenerationError
 from instep.generation.types import GenerationResult, PromptId, PromptRequest, Split
 
 ATTEMPTS = 3
-"""Actors that a prompt may be given to. One that was with so many when they died is what kills them."""
+"""Actors that a prompt may be given to. One that was with so many when they died is what kills
+them."""
 
 
 class LedgerSizes(Struct, frozen=True):
@@ -107,7 +109,8 @@ class Ledger:
     async def get(self, split: Split, within: float | None = None) -> GenerationResult | None:
         """Returns the next result.
 
-        Raises `GenerationError` where there is none and a prompt was given up, as its result would be waited for in vain.
+        Raises `GenerationError` where there is none and a prompt was given up, as its result would
+        be waited for in vain.
         """
         waits = self.results[split]
         async with self._changed:

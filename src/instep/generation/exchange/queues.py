@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 PATIENCE = 0.25
-"""Seconds of one attempt. A queue that stays empty or full is tried again, so that stopping never waits longer than this."""
+"""Seconds of one attempt. A queue that stays empty or full is tried again, so that stopping never
+waits longer than this."""
 
 
 class Queue(Protocol):
@@ -43,7 +44,8 @@ class Port:
         """Puts an item, and waits as long as the queue is full. Items come out in the order in
         which they were put.
 
-        unless: asked before each attempt; where it says so, the item is not put, and False comes back.
+        unless: asked before each attempt; where it says so, the item is not put, and False comes
+        back.
         """
         async with self._turn:
             while not unless():

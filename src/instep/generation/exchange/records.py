@@ -1,6 +1,7 @@
 """Prompts and results with Open Instruct's names and fields, for trainers that use its queues.
 
-`foreign.py` makes ours of them and of ours them. The classes of Open Instruct itself fit in their places.
+`foreign.py` makes ours of them and of ours them. The classes of Open Instruct itself fit in their
+places.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class PromptRequest:
     """A prompt. prompt: token ids. generation_config: a `SamplingConfig`, or vLLM's
     `SamplingParams`; None for the defaults.
 
-    index: the row of the dataset. active_tools: names of the tools that it may call; None means all.
+    index: the row of the dataset. active_tools: names of the tools that it may call; None means
+    all.
     """
 
     prompt: list[int]
@@ -76,7 +78,8 @@ class TokenStatistics:
 class GenerationResult:
     """A prompt's samples, an entry for each in every list.
 
-    error: why a prompt was not answered, or what went wrong with a sample. versions: by sample, spans `(version, start, end)` over its
+    error: why a prompt was not answered, or what went wrong with a sample. versions: by sample,
+    spans `(version, start, end)` over its
     tokens. request: the prompt as an actor understood it, None where it did not.
     """
 

@@ -56,7 +56,8 @@ def grouped(kind: type) -> type:
     """Returns the class with two concurrency groups, one for `generate` and one for a trainer's
     calls: neither waits for the other.
 
-    Not of the class itself: `ray.remote` takes methods of groups only together with `concurrency_groups`.
+    Not of the class itself: `ray.remote` takes methods of groups only together with
+    `concurrency_groups`.
     """
     methods = {name: _in_group(name, method) for name, method in vars(kind).items() if iscoroutinefunction(method)}
     return type(kind.__name__, (kind,), methods)
@@ -74,18 +75,22 @@ class LLMRayActor:
     """An `LLMActor` in a Ray actor. After a restart by Ray it takes no prompt before it has the
     weights.
 
-        actor = ray.remote(LLMRayActor).options(num_gpus=1).remote("model", prompt_queue=prompts, results_queue=results, max_model_len=4096)
+        remote = ray.remote(LLMRayActor).options(num_gpus=1)
+        actor = remote.remote("model", prompt_queue=prompts, results_queue=results)
 
     args, kwargs: the model and vLLM's own arguments. Those of `LLMActor` among the named ones, and
         those below, are the actor's. A function that starts an engine, in the place of the model,
         leaves none to vLLM.
     tool_actors: handles of Ray actors with `safe_execute`, Open Instruct's tools.
-    tool_parser_type: `legacy` (`<name>...</name>`), `dr_tulu`, or `vllm_NAME` with a tool parser of vLLM's.
-    bundle_indices: bundles of the placement group for workers that vLLM places with Ray (`distributed_executor_backend="ray"`).
+    tool_parser_type: `legacy` (`<name>...</name>`), `dr_tulu`, or `vllm_NAME` with a tool parser of
+    vLLM's.
+    bundle_indices: bundles of the placement group for workers that vLLM places with Ray
+    (`distributed_executor_backend="ray"`).
     reward_config: a `RewardConfig`, or Open Instruct's.
     train_dataset, eval_dataset: their rows, by `index`, have the labels of prompts.
 
-    Raises `ConfigError` for what cannot be honoured, before the engine is started; `create_vllm_engines` does before any process is.
+    Raises `ConfigError` for what cannot be honoured, before the engine is started;
+    `create_vllm_engines` does before any process is.
     """
 
     name = "actor"  # Ray asks for the `repr` also where arguments could not be unpickled; one that fails hides why

@@ -8,7 +8,8 @@
     queues.prompts.put(request)
     result = queues.results.get(timeout=60)
 
-An actor that Ray has restarted waits for weights: `sync.catch_up()` brings it the current ones, and so does the next push.
+An actor that Ray has restarted waits for weights: `sync.catch_up()` brings it the current ones, and
+so does the next push.
 """
 
 from __future__ import annotations
@@ -68,15 +69,19 @@ def create_vllm_engines(
     """Starts `num_engines` actors, each with an engine of its own. Returns their handles when
     all are ready.
 
-    seed: engine i has seed + i. vllm_dtype: of the engine's weights, the checkpoint's if None. engine_args: further arguments of
+    seed: engine i has seed + i. vllm_dtype: of the engine's weights, the checkpoint's if None.
+    engine_args: further arguments of
         `vllm.AsyncEngineArgs`. environment: variables of the actors' processes.
     options: those of `LLMRayActor` and of `LLMActor`, the same for all.
-    pg: a placement group to share with a trainer: engine i is put into bundle i, counted node by node, and takes `gpus_per_engine` of a
-        GPU there, half if None. Without one the engines get a group of their own where the cluster has GPUs, and a CPU for each worker
-        where it has none. single_gpu_mode: such a group is meant, and must be given.
+    pg: a placement group to share with a trainer: engine i is put into bundle i, counted node by
+    node, and takes `gpus_per_engine` of a
+        GPU there, half if None. Without one the engines get a group of their own where the cluster
+        has GPUs, and a CPU for each worker where it has none. single_gpu_mode: such a group is
+        meant, and must be given.
 
-    Raises `ConfigError` for arguments that do not go together or that nobody honours, before any process is started; `EngineTimeout` where
-    engines are not ready within `timeout` seconds, and what an actor raised. No actor is left then.
+    Raises `ConfigError` for arguments that do not go together or that nobody honours, before any
+    process is started; `EngineTimeout` where engines are not ready within `timeout` seconds, and
+    what an actor raised. No actor is left then.
     """
     options = {"start_timeout": timeout, **options}
     if num_engines < 1 or tensor_parallel_size < 1:

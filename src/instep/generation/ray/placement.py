@@ -43,8 +43,10 @@ def node_order(nodes: Mapping[int, str]) -> list[int]:
 def places(num_engines: int, workers: int, nodes: Mapping[int, str] | None, *, shared: bool, gpus: float | None = None) -> list[Place]:
     """Returns one place for each engine.
 
-    nodes: of the placement group's bundles; None where the cluster has no GPU: then engines run on CPUs, one for each worker.
-    shared: the group is a trainer's, of which an engine takes `gpus` of a GPU, half if None, and no CPU.
+    nodes: of the placement group's bundles; None where the cluster has no GPU: then engines run on
+    CPUs, one for each worker.
+    shared: the group is a trainer's, of which an engine takes `gpus` of a GPU, half if None, and no
+    CPU.
 
     Raises `ConfigError` where they do not fit into the group.
     """

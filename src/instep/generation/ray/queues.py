@@ -30,7 +30,8 @@ class RolloutQueues:
     """Queues of a fleet on Ray. Each prompt that was put comes out as one result, even if its
     actor dies.
 
-    max_prompts, max_results: how many may wait, 0 for no limit. While results are full, actors take no
+    max_prompts, max_results: how many may wait, 0 for no limit. While results are full, actors take
+    no
         prompts. Results of the evaluation have no limit.
     """
 

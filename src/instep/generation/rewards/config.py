@@ -25,22 +25,29 @@ logger = logging.getLogger(__name__)
 RewardFunction = Callable[[GenerationResult], Coroutine[Any, Any, GenerationResult]]
 ENDED_WELL = ("stop", "done")
 BESIDE = 60.0
-"""Seconds that a verifier may take beside its own limit, to start processes and to end them; one that takes longer is broken."""
+"""Seconds that a verifier may take beside its own limit, to start processes and to end them; one
+that takes longer is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Settings for scoring samples. `build` makes a function of them.
 
-    A score is the sum of what its verifiers give, each times its label's weight, times `verification_reward`. Then:
+    A score is the sum of what its verifiers give, each times its label's weight, times
+    `verification_reward`. Then:
 
-    format_reward: added where the text matches `format`. format_required: without the format, verifiers count nothing.
+    format_reward: added where the text matches `format`. format_required: without the format,
+    verifiers count nothing.
     environment_reward: add the rewards that tools gave, their sum or the last one.
-    require_tool_success: verifiers count nothing unless a tool was called, and every call answered something, in time and without an error.
+    require_tool_success: verifiers count nothing unless a tool was called, and every call answered
+    something, in time and without an error.
     non_stop_penalty: takes the place of the score of a sample that did not end by itself.
-    error_score: the score of a sample where a verifier broke. Its `Reward.error` says how, and a warning is logged.
-    seconds: for one verifier on one sample, from when its turn comes (see `Verifier`); one that takes longer is broken. A verifier with a
-        limit of its own, such as `CodeTests.seconds`, keeps to that one: it is the answer that takes too long there, and scores 0.
+    error_score: the score of a sample where a verifier broke. Its `Reward.error` says how, and a
+    warning is logged.
+    seconds: for one verifier on one sample, from when its turn comes (see `Verifier`); one that
+    takes longer is broken. A verifier with a
+        limit of its own, such as `CodeTests.seconds`, keeps to that one: it is the answer that
+        takes too long there, and scores 0.
     """
 
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)

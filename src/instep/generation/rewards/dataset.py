@@ -18,14 +18,16 @@ from instep.generation.waiting import contained
 
 logger = logging.getLogger(__name__)
 INDEX, TRUTH, SOURCE, QUERY = "index", "ground_truth", "dataset", "prompt"
-"""Columns of Open Instruct's datasets. `dataset` names the verifier, or several, and `ground_truth` is what each of them takes."""
+"""Columns of Open Instruct's datasets. `dataset` names the verifier, or several, and `ground_truth`
+is what each of them takes."""
 
 
 class DatasetRewards:
     """Takes the place of a `RewardConfig`. config: one of ours, or Open Instruct's, whose
     `build()` makes a function that scores a prompt's samples together.
 
-    Raises `ConfigError` where the datasets lack a column, or the config needs one that is not there.
+    Raises `ConfigError` where the datasets lack a column, or the config needs one that is not
+    there.
     """
 
     def __init__(self, config: Any, train_dataset: Any = None, eval_dataset: Any = None) -> None:

@@ -16,8 +16,10 @@ class Limits:
 
     max_model_len: tokens of the context: prompt and response together.
     max_turn_tokens: tokens that the model may generate in one turn.
-    max_tool_calls: calls of one sample, over all its tools. The model is told when there are none left; if it calls again, the sample ends.
-    max_tool_output_tokens: tokens of one tool call's output; the rest is left out, and the model is told.
+    max_tool_calls: calls of one sample, over all its tools. The model is told when there are none
+    left; if it calls again, the sample ends.
+    max_tool_output_tokens: tokens of one tool call's output; the rest is left out, and the model is
+    told.
     max_tool_output_chars: the same in characters, applied before anything is tokenised.
     tool_timeout: seconds for one tool call.
     sample_timeout: seconds for a whole sample, which then ends as aborted.

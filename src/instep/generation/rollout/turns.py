@@ -1,7 +1,8 @@
 """The turn loop: a prompt becomes samples, in turns of the model and of its tools.
 
-Token ids are the truth. What the engine sampled is appended as it is, and never tokenised again; text is decoded from it, to look for tool
-calls. Tool output is tokenised once and marked with the mask.
+Token ids are the truth. What the engine sampled is appended as it is, and never tokenised again;
+text is decoded from it, to look for tool calls. Tool output is tokenised once and marked with the
+mask.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from instep.generation.waiting import Interrupt, abandon, contained, is_for_us
 logger = logging.getLogger(__name__)
 
 SHORT = 1000
-"""Characters of a turn that any parser reads in no time. With some of vLLM's, time grows with the square of the length."""
+"""Characters of a turn that any parser reads in no time. With some of vLLM's, time grows with the
+square of the length."""
 READING = 5.0
 """Seconds in which the calls of a longer turn must be found."""
 GRACE = 10.0
@@ -49,15 +51,16 @@ GRACE = 10.0
 class Client(Protocol):
     """The engine's interface to a rollout.
 
-    Whatever keeps a rollout waiting belongs in here: a weight update that drains the engine holds back the next `complete`, and need not
-    wait for a sample whose tool is at work.
+    Whatever keeps a rollout waiting belongs in here: a weight update that drains the engine holds
+    back the next `complete`, and need not wait for a sample whose tool is at work.
     """
 
     async def complete(self, prompt_token_ids: Sequence[int], sampling: Sampling, id: RequestId, turn: int) -> Completion:
         """Samples one turn. An error raised here ends all samples of the prompt. Cancelling the
         call stops the engine's work on it.
 
-        `id` and `turn` name the request. `id.prompt` is what samples of one prompt have in common, should a cache need a salt.
+        `id` and `turn` name the request. `id.prompt` is what samples of one prompt have in common,
+        should a cache need a salt.
         """
 
     async def abort(self, id: RequestId) -> None:
@@ -99,9 +102,11 @@ async def answer(request: PromptRequest, client: Client, harness: Harness, abort
 async def rollout(request: PromptRequest, sample: int, client: Client, harness: Harness, aborted: asyncio.Event | None = None) -> Sample:
     """Returns one sample of a prompt.
 
-    aborted: when set, the sample ends soon with what it has, finish reason `abort`. Cancelling the task ends it with nothing.
-    Raises what the client raises, and `GenerationError` for an answer that cannot be trained on: nothing else. What tools raise is told to
-    the model. Whatever else goes wrong ends this sample, with the tokens that it has, the finish reason `error` and the reason.
+    aborted: when set, the sample ends soon with what it has, finish reason `abort`. Cancelling the
+    task ends it with nothing. Raises what the client raises, and `GenerationError` for an answer
+    that cannot be trained on: nothing else. What tools raise is told to the model. Whatever else
+    goes wrong ends this sample, with the tokens that it has, the finish reason `error` and the
+    reason.
     """
     started = time.perf_counter()
     id = RequestId(request.id, sample)

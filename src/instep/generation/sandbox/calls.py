@@ -1,7 +1,8 @@
 """The seccomp filter of a program. libseccomp compiles it; a call that is not listed returns
 ENOSYS.
 
-Namespaces decide what a program sees. The filter leaves it fewer parts of the kernel to attack, keeps it one process, and refuses
+Namespaces decide what a program sees. The filter leaves it fewer parts of the kernel to attack,
+keeps it one process, and refuses
 memory that no limit counts: memfd, System V segments, message queues, kernel keys, io_uring.
 """
 
@@ -44,7 +45,8 @@ OWN = """
     chmod chown fchmod fchmodat fchmodat2 fchown fchownat lchown futimesat utime utimensat utimes
     kill rt_sigqueueinfo rt_tgsigqueueinfo tgkill tkill sched_setaffinity sched_setattr sched_setparam sched_setscheduler setpriority
 """
-"""What reaches other processes and other files of one user: allowed where a program sees none but its own."""
+"""What reaches other processes and other files of one user: allowed where a program sees none but
+its own."""
 
 REFUSED = """
     add_key bpf fork io_uring_setup keyctl memfd_create mount perf_event_open pidfd_getfd pidfd_open pidfd_send_signal
@@ -60,7 +62,8 @@ PRCTLS = (3, 15, 16, 23, 30, 39, 0x53564D41)
 """The names of threads and of memory, and questions."""
 THREAD, NAMESPACES = 0x10000, 0x7E020000 | 0x80
 CORE = 4
-"""A limit of 1 has the kernel write no core dump, also to a program that takes them; 0 does not do that."""
+"""A limit of 1 has the kernel write no core dump, also to a program that takes them; 0 does not do
+that."""
 STREAM, UNIX, INET, INET6 = 1, 1, 2, 10
 
 

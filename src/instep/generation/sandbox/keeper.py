@@ -1,8 +1,10 @@
-"""Starts programs and keeps them within their limits. Runs as a script in a process of its own: standard library only.
+"""Starts programs and keeps them within their limits. Runs as a script in a process of its own:
+standard library only.
 
-A keeper lives as long as whoever started it, and starts each program from a fork of itself, its *warden*, so that no program waits for
-an interpreter to come up for its keeper. No job passes through the keeper: a warden reads it from a socket of its own. The environment
-of both is empty. When a warden's socket closes, whoever asked is gone, and the program ends.
+A keeper lives as long as whoever started it, and starts each program from a fork of itself, its
+*warden*, so that no program waits for an interpreter to come up for its keeper. No job passes
+through the keeper: a warden reads it from a socket of its own. The environment of both is empty.
+When a warden's socket closes, whoever asked is gone, and the program ends.
 """
 
 import errno

@@ -22,7 +22,8 @@ from instep.generation.sandbox.programs import GRACE, LEVELS, REPORT, Level, Pri
 
 KEEPER = Path(__file__).with_name("keeper.py")
 PARTS = ("bin", "include", "lib", "lib64", "pyvenv.cfg", "share", "ssl")
-"""What of an interpreter's folder programs see. It may hold a project too, or a pip.conf with a password."""
+"""What of an interpreter's folder programs see. It may hold a project too, or a pip.conf with a
+password."""
 START = 20.0
 """Seconds for a keeper to come up."""
 
@@ -134,8 +135,8 @@ async def run_python(
     """Runs a program with this interpreter and its packages, in an environment of its own.
     Cancelling kills the program.
 
-    channel: a socket that the program gets as descriptor 3; it is closed here. Raises `ConfigError` where this machine gives a weaker
-    sandbox than `limits.sandbox`, and `MissingExtra`.
+    channel: a socket that the program gets as descriptor 3; it is closed here. Raises `ConfigError`
+    where this machine gives a weaker sandbox than `limits.sandbox`, and `MissingExtra`.
     """
     keeper = await kept(limits.sandbox)
     said = b""

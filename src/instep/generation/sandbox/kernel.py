@@ -1,4 +1,5 @@
-"""Calls of the Linux kernel that Python's standard library lacks. Imported by the keeper: standard library only."""
+"""Calls of the Linux kernel that Python's standard library lacks. Imported by the keeper: standard
+library only."""
 
 import ctypes
 import os
@@ -64,7 +65,8 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def make_read_only(target: str, devices: bool = False) -> None:
-    """Makes a mount, and all below it, read-only, without setuid programs, and without devices unless `devices`."""
+    """Makes a mount, and all below it, read-only, without setuid programs, and without devices
+    unless `devices`."""
     flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | (0 if devices else MOUNT_ATTR_NODEV)
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     words = (AT_FDCWD, os.fsencode(target), AT_RECURSIVE, attributes, len(attributes))
@@ -118,7 +120,8 @@ def filter_calls(program: bytes) -> None:
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(head))
 
 
-# Landlock's rights over files: those of its first version, and one more bit in each of these versions.
+# Landlock's rights over files: those of its first version, and one more bit in each of these
+# versions.
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 ALL_OF_FIRST = (1 << 13) - 1
 LATER_RIGHTS = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}

@@ -17,7 +17,8 @@ Level = Literal["full", "partial", "none"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 """The strongest first."""
 End = Literal["exit", "signal", "timeout", "output", "disk", "lost"]
-"""How a program ended: by itself, by a signal, or because it went over a limit. lost: it could not be run, `Run.output` says why."""
+"""How a program ended: by itself, by a signal, or because it went over a limit. lost: it could not
+be run, `Run.output` says why."""
 Prints = Literal["all", "stdout", "nothing"]
 """Which of what a program prints is its output."""
 
@@ -31,11 +32,14 @@ REPORT = 1 << 14
 class SandboxLimits:
     """Limits of a program in a sandbox. Raises `ConfigError` for values that make no sense.
 
-    seconds: of wall-clock time. memory: bytes of address space; beyond it the program sees a `MemoryError`. output: bytes of stdout and
-        stderr together. file: bytes of one file that it writes. disk: bytes of all its files, which are in memory and gone when it ends.
-        network: whether it may connect to others over IP.
-    sandbox: the weakest wall between program and machine that is accepted: `full` (namespaces of its own), `partial` (Landlock and a
-        seccomp filter) or `none`. The strongest that the machine gives is taken, whatever is accepted.
+    seconds: of wall-clock time. memory: bytes of address space; beyond it the program sees a
+    `MemoryError`. output: bytes of stdout and
+        stderr together. file: bytes of one file that it writes. disk: bytes of all its files, which
+        are in memory and gone when it ends. network: whether it may connect to others over IP.
+    sandbox: the weakest wall between program and machine that is accepted: `full` (namespaces of
+    its own), `partial` (Landlock and a
+        seccomp filter) or `none`. The strongest that the machine gives is taken, whatever is
+        accepted.
     """
 
     seconds: float = 10.0

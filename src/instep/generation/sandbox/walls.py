@@ -1,7 +1,8 @@
 """Isolates a program from the machine. The keeper imports this module: standard library only.
 
-full: a program has a file system, processes, a network and a user of its own. `build_root` makes the file system once, of this
-interpreter's folders and the system's libraries, read-only. Each program gets a copy of it with one folder to write in.
+full: a program has a file system, processes, a network and a user of its own. `build_root` makes
+the file system once, of this interpreter's folders and the system's libraries, read-only. Each
+program gets a copy of it with one folder to write in.
 partial: a program sees the machine. Landlock and the filter refuse what it does to it.
 """
 
@@ -22,12 +23,14 @@ SETTINGS = (
 )  # fmt: skip
 DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
 PRIVATE = "/sandbox"
-"""The folder that a program may write in: a file system of its own, in memory, of a bounded size."""
+"""The folder that a program may write in: a file system of its own, in memory, of a bounded
+size."""
 MOST_FILES = 16384
 THREADS = 128
 OPEN_FILES = 256
 FIRST_USER, USERS, NOBODY = 61184, 4000, 65534
-"""Users that nobody is: systemd keeps this range for services that last for a moment. Containers may lack it, but not NOBODY."""
+"""Users that nobody is: systemd keeps this range for services that last for a moment. Containers
+may lack it, but not NOBODY."""
 EVERYTHING = (
     kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET | kernel.CLONE_NEWCGROUP
 )
@@ -36,7 +39,8 @@ NEW_ROOT = "/tmp"
 
 
 def build_root(folders: list[str]) -> None:
-    """Gives this process a root directory of the system's libraries and `folders`, read-only, and nothing else."""
+    """Gives this process a root directory of the system's libraries and `folders`, read-only, and
+    nothing else."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     links = {path: os.readlink(path) for path in (*SYSTEM, *folders) if os.path.islink(path)}
     shown = [path for path in (*SYSTEM, *folders, *settings(), *DEVICES, "/proc") if path not in links and os.path.exists(path)]
@@ -123,7 +127,8 @@ def map_user(user: int, group: int) -> None:
 def mount_private(disk: int, number: int | None) -> None:
     """Mounts a program's own /proc and folder. The first process of its namespace calls this.
 
-    number: of the program that root starts where there are no user namespaces: root mounts, then becomes its user.
+    number: of the program that root starts where there are no user namespaces: root mounts, then
+    becomes its user.
     """
     hidden = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     try:

@@ -25,11 +25,13 @@ CHANNEL = 3
 """The number under which a program finds its channel."""
 QUIET = [(os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in (0, 1, 2)]
 POLLED = 0.05
-"""Seconds between two looks at what a program has written, where no file system of its own bounds that."""
+"""Seconds between two looks at what a program has written, where no file system of its own bounds
+that."""
 
 
 class Warden:
-    """Runs one program. Its socket brings the job and takes the report: a line of JSON, then what the program printed."""
+    """Runs one program. Its socket brings the job and takes the report: a line of JSON, then what
+    the program printed."""
 
     def __init__(self, setup: dict[str, Any], number: int, asker: int, channel: int | None = None) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -30,7 +30,8 @@ class Reachable:
     """Creates sockets for addresses that may be reached. aiohttp calls this for each connection,
     after name resolution.
 
-    allow: addresses and networks that may be reached although they are within the host's, such as `10.0.0.0/8`.
+    allow: addresses and networks that may be reached although they are within the host's, such as
+    `10.0.0.0/8`.
     """
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
@@ -58,7 +59,8 @@ class Reachable:
 def outside(address: Address) -> bool:
     """Whether an address is public on the Internet."""
     inside = address.is_multicast or address.is_reserved or address.is_unspecified or address in METADATA
-    # Some versions of Python call every 6to4 address private. What it leads to is looked at by itself.
+    # Some versions of Python call every 6to4 address private. What it leads to is looked at by
+    # itself.
     leads_on = isinstance(address, ipaddress.IPv6Address) and address.sixtofour is not None
     return (address.is_global or leads_on) and not inside
 

@@ -1,7 +1,8 @@
 """Parsers: they read tool calls from a model's text, and write the results for the model.
 
-A parser reads one turn's text, decoded from the very tokens that the engine sampled. What looks like a call and cannot be read is a
-`ToolCall` with an error, so that the model is told; a parser never raises because of what a model wrote.
+A parser reads one turn's text, decoded from the very tokens that the engine sampled. What looks
+like a call and cannot be read is a `ToolCall` with an error, so that the model is told; a parser
+never raises because of what a model wrote.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from instep.generation.tools.toolset import ToolDefinition
 from instep.generation.types import ToolCall, ToolRecord
 
 Extract = Callable[[str, list[dict[str, Any]]], list[tuple[str, str]] | None]
-"""Takes a turn's text and OpenAI's definitions of the tools. Gives each call's name and arguments (JSON), or None for broken calls."""
+"""Takes a turn's text and OpenAI's definitions of the tools. Gives each call's name and arguments
+(JSON), or None for broken calls."""
 
 
 class ToolParser(Protocol):
@@ -84,8 +86,8 @@ class WholeTurnParser:
     """Hands a turn's whole text to one tool: always, or only if one of `markers` occurs in the
     text.
 
-    For environments that listen to everything, and for tools that have their own syntax. Calls that `inner` finds come first; it also
-    says how observations are shown.
+    For environments that listen to everything, and for tools that have their own syntax. Calls that
+    `inner` finds come first; it also says how observations are shown.
     """
 
     def __init__(self, tool: str, inner: ToolParser, markers: Sequence[str] = ()) -> None:
@@ -115,7 +117,8 @@ class ChatParser:
     """Reads calls in a model's own format with `extract`, and shows results in the form of the
     tokenizer's chat template.
 
-    reasoning_end: the marker after a model's reasoning. Calls are read behind the last one: what a model thinks of calling is no call.
+    reasoning_end: the marker after a model's reasoning. Calls are read behind the last one: what a
+    model thinks of calling is no call.
     template_kwargs: further arguments of the chat template.
     Raises `ConfigError` where the chat template cannot show a tool's message.
     """
@@ -155,7 +158,8 @@ class ChatParser:
         strange = self.encoder.strange
         messages = [{"role": record.role, "name": strange(record.tool), "content": strange(record.observation)} for record in records]
         token_ids = self.encoder.encode(self._continuation(messages))
-        # The template closes the model's turn. Where the model has done so itself, its end token is there already.
+        # The template closes the model's turn. Where the model has done so itself, its end token is
+        # there already.
         return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
 
     def _continuation(self, messages: list[dict[str, Any]]) -> str:

@@ -10,12 +10,15 @@ from instep.generation.tools.toolset import ToolDefinition, ToolOutput
 
 
 class PythonTool:
-    """Runs each program in a sandbox of its own (see `sandbox`). What it prints is the output; how it failed is the error.
+    """Runs each program in a sandbox of its own (see `sandbox`). What it prints is the output; how
+    it failed is the error.
 
-    at_once: programs that run at the same time. More wait: their seconds count from when they start, but the limit on a tool call does not
+    at_once: programs that run at the same time. More wait: their seconds count from when they
+    start, but the limit on a tool call does not
         stop meanwhile.
 
-    An actor refuses the tool with a `ConfigError` where its machine gives a weaker sandbox than `limits.sandbox`.
+    An actor refuses the tool with a `ConfigError` where its machine gives a weaker sandbox than
+    `limits.sandbox`.
     """
 
     def __init__(self, name: str = "python", limits: SandboxLimits | None = None, at_once: int | None = None) -> None:

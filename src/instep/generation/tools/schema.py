@@ -1,8 +1,8 @@
 """Checks a tool's arguments against its JSON schema. Models write `"3"` for 3: a value with one
 obvious meaning is converted, any other is an error.
 
-jsonschema searches with `re`, which may take for ever and stops all threads meanwhile. `regex` looks
-at the clock while it searches a model's text for a schema's patterns.
+jsonschema searches with `re`, which may take for ever and stops all threads meanwhile. `regex`
+looks at the clock while it searches a model's text for a schema's patterns.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class ToolDefinition(Struct, frozen=True):
 class ToolOutput(Struct, frozen=True, kw_only=True):
     """A tool's answer. The model sees `text`, and `error` if there is one.
 
-    reward: an environment's reward for this call. done: the sample ends here. role: the role of the message that shows the text.
+    reward: an environment's reward for this call. done: the sample ends here. role: the role of the
+    message that shows the text.
     info: kept in the record.
     """
 
@@ -56,8 +57,8 @@ class ToolOutput(Struct, frozen=True, kw_only=True):
 class Tool(Protocol):
     """A tool: a plain object with these methods, or the handle of a Ray actor that has them.
 
-    `execute` takes the arguments by name. It may raise: the model is told. It must not block the event loop. When its time is over it is
-    cancelled, and not waited for.
+    `execute` takes the arguments by name. It may raise: the model is told. It must not block the
+    event loop. When its time is over it is cancelled, and not waited for.
     """
 
     def describe(self) -> ToolDefinition: ...
@@ -67,7 +68,8 @@ class Tool(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """A tool with a state for each sample: `session` is entered before its first turn and left after its last, whatever happens."""
+    """A tool with a state for each sample: `session` is entered before its first turn and left
+    after its last, whatever happens."""
 
     def describe(self) -> ToolDefinition: ...
 

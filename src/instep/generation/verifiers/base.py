@@ -38,11 +38,12 @@ class Verifier(Protocol):
     """Judges one answer. If it raises, it counts as broken: the sample then has an error, not a
     score of 0 that nobody notices.
 
-    One that judges only so many answers at a time has a `turnstile` (`waiting.Turnstile`). An answer waits there for its turn, and
-    `RewardConfig.seconds` begin when it has come.
+    One that judges only so many answers at a time has a `turnstile` (`waiting.Turnstile`). An
+    answer waits there for its turn, and `RewardConfig.seconds` begin when it has come.
 
-    One that ends its work by itself, and then gives a score, has `own_seconds`, the time that it gives an answer. It counts them from the
-    start of the work, and they take the place of `RewardConfig.seconds`.
+    One that ends its work by itself, and then gives a score, has `own_seconds`, the time that it
+    gives an answer. It counts them from the start of the work, and they take the place of
+    `RewardConfig.seconds`.
     """
 
     async def __call__(self, answer: Answer, value: Any, /) -> float:

@@ -29,16 +29,21 @@ ROOM = 4
 
 
 class CodeTests:
-    """Runs the last Python block of an answer against tests, in a sandbox; the score is the part that passes.
+    """Runs the last Python block of an answer against tests, in a sandbox; the score is the part
+    that passes.
 
-    The label is a list. A test is `{"input": …, "output": …}`, what the program reads and what it must print on stdout, white space
-    apart; or statements such as `assert f(1) == 2`. These run one after the other in a process of their own, which asks the program for
-    the values of its functions: the program has no part in the verdict. So an object of the program's own class equals no plain value
-    there, and adds, subtracts and compares only with others of its kind.
+    The label is a list. A test is `{"input": …, "output": …}`, what the program reads and what it
+    must print on stdout, white space apart; or statements such as `assert f(1) == 2`. These run one
+    after the other in a process of their own, which asks the program for
+    the values of its functions: the program has no part in the verdict. So an object of the
+    program's own class equals no plain value there, and adds, subtracts and compares only with
+    others of its kind.
 
-    threshold: a smaller part than this scores 0, and no more tests are run once it cannot be reached. at_once: answers that a
-    `RewardConfig` has judged at the same time. seconds: for all tests of one answer, from the start of its first program; those that
-    are left then fail. Raises `ValueError` for a label that is no such list, `RuntimeError` where the sandbox runs no program at all.
+    threshold: a smaller part than this scores 0, and no more tests are run once it cannot be
+    reached. at_once: answers that a
+    `RewardConfig` has judged at the same time. seconds: for all tests of one answer, from the start
+    of its first program; those that are left then fail. Raises `ValueError` for a label that is no
+    such list, `RuntimeError` where the sandbox runs no program at all.
     """
 
     def __init__(
@@ -67,7 +72,8 @@ class CodeTests:
 
 
 class Work:
-    """The tests of one answer: how many have passed and failed, and how much of their time is left."""
+    """The tests of one answer: how many have passed and failed, and how much of their time is
+    left."""
 
     def __init__(self, verifier: CodeTests, most: int, needed: int) -> None:
         self.verifier = verifier

@@ -1,9 +1,11 @@
-"""Two programs, each in a sandbox of its own, that use each other's objects over a socket: a solution, and the judge that tests it.
+"""Two programs, each in a sandbox of its own, that use each other's objects over a socket: a
+solution, and the judge that tests it.
 
-`CodeTests` runs the texts of this file, `code_values.py` and `code_remote.py` as one program, twice: standard library only, and one
-namespace. Plain data goes over by value and is compared where the tests run, with the types of Python itself. All else, functions and
-instances, stays where it is and is asked over the socket. What a solution answers decides nothing but the value of a call: the tests,
-and what they say, are in a process that it cannot reach.
+`CodeTests` runs the texts of this file, `code_values.py` and `code_remote.py` as one program,
+twice: standard library only, and one namespace. Plain data goes over by value and is compared where
+the tests run, with the types of Python itself. All else, functions and instances, stays where it is
+and is asked over the socket. What a solution answers decides nothing but the value of a call: the
+tests, and what they say, are in a process that it cannot reach.
 """
 
 import asyncio

@@ -24,11 +24,13 @@ SHARED = frozenset({
     "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json", "math",
     "operator", "random", "re", "statistics", "string", "typing",
 })  # fmt: skip
-"""Modules whose members a solution imports for its tests too. None is equal to everything, as one of `unittest.mock` is."""
+"""Modules whose members a solution imports for its tests too. None is equal to everything, as one
+of `unittest.mock` is."""
 LIBRARIES = {name: name for name in sorted(SHARED | {
     "base64", "contextlib", "hashlib", "inspect", "io", "numpy", "os", "pandas", "pathlib", "pytest", "sys", "time", "unittest", "warnings",
 })} | {"np": "numpy", "pd": "pandas"}  # fmt: skip
-"""Names of modules. Where a test takes a member of one, it is the module's, whatever the solution calls so."""
+"""Names of modules. Where a test takes a member of one, it is the module's, whatever the solution
+calls so."""
 COMPARISONS = {
     "isclose": "math", "allclose": "numpy", "array_equal": "numpy", "approx": "pytest", "raises": "pytest",
     **dict.fromkeys(("assert_allclose", "assert_almost_equal", "assert_array_equal", "assert_equal"), "numpy.testing"),
@@ -57,8 +59,9 @@ PEERS: list["Peer"] = []
 
 
 class Remote:
-    """An object of the other process. It computes nothing with a plain value, which may be what the tests expect: the other process would
-    answer what it likes. It equals a plain value that it holds, as a named tuple holds a tuple."""
+    """An object of the other process. It computes nothing with a plain value, which may be what the
+    tests expect: the other process would answer what it likes. It equals a plain value that it
+    holds, as a named tuple holds a tuple."""
 
     __slots__ = ("_number", "_peer")
 

@@ -8,7 +8,8 @@ import unicodedata
 
 BOXES = ("\\boxed", "\\fbox")
 LONGEST = 2000
-"""Characters of a final answer. What is longer is none; where nothing marks the answer, it is looked for in so many at the end."""
+"""Characters of a final answer. What is longer is none; where nothing marks the answer, it is
+looked for in so many at the end."""
 MARKERS = ("####", "answer is", "answer:", "answer =")
 """What stands before an answer that nothing else marks, in the wording of GSM8K and its prompts."""
 

@@ -24,7 +24,8 @@ CLOSING = "\"'”’)]*_»"
 
 
 def compared(count: int, relation: str, bound: int) -> bool:
-    """Whether a count is `less than` or `at least` a bound. Raises `ValueError` for another relation."""
+    """Whether a count is `less than` or `at least` a bound. Raises `ValueError` for another
+    relation."""
     if relation not in ("less than", "at least"):
         raise ValueError(f"the relation {relation!r} is neither 'less than' nor 'at least'")
     return count < bound if relation == "less than" else count >= bound

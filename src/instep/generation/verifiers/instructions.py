@@ -25,8 +25,9 @@ class Instructions:
     """Scores an answer by the fraction of its instructions that it follows. Text before
     `</think>` is no part of the answer, nor are `<answer>` tags.
 
-    The label has IFEval's fields, as an object or as JSON: `{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}`, or a list
-    of one such object, also with the name `instruction_id`. Languages are told apart by langdetect.
+    The label has IFEval's fields, as an object or as JSON: `{"instruction_id_list":
+    ["punctuation:no_comma"], "kwargs": [{}]}`, or a list of one such object, also with the name
+    `instruction_id`. Languages are told apart by langdetect.
 
     threshold: a smaller part than this scores 0.
     """

@@ -1,6 +1,7 @@
 """Judges mathematical answers with math-verify.
 
-It parses and evaluates what a model wrote, which may take for ever or all memory: so it works in processes of its own, under a deadline.
+It parses and evaluates what a model wrote, which may take for ever or all memory: so it works in
+processes of its own, under a deadline.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class Maths:
     """Whether an answer equals the label mathematically: `1/2`, `\\frac{1}{2}` and `0.5` are one
     answer. The label may be LaTeX.
 
-    The answer is what stands in the last `<answer>` or `\\boxed{}`; where there is neither, what math-verify finds.
+    The answer is what stands in the last `<answer>` or `\\boxed{}`; where there is neither, what
+    math-verify finds.
 
-    seconds: for one comparison, from its start. An answer that cannot be compared in that time is wrong. memory: bytes for each process.
+    seconds: for one comparison, from its start. An answer that cannot be compared in that time is
+    wrong. memory: bytes for each process.
     processes: comparisons at the same time. They start when they are needed.
     """
 

@@ -1,5 +1,5 @@
-"""Compares answers for `maths.py`: JSON in, JSON out, over a socket. Runs as a script in a process of
-its own."""
+"""Compares answers for `maths.py`: JSON in, JSON out, over a socket. Runs as a script in a process
+of its own."""
 
 import json
 import math
@@ -22,7 +22,8 @@ def main() -> None:
             return
         reply: dict[str, float | str] = {"score": 0.0}
         if question:
-            # Deadlines are the asker's: math-verify's own are alarms, which interrupt anything but a call into C.
+            # Deadlines are the asker's: math-verify's own are alarms, which interrupt anything but
+            # a call into C.
             expected = parse(question["expected"], parsing_timeout=None)
             if expected:
                 answer = parse(question["answer"], parsing_timeout=None)

@@ -19,9 +19,10 @@ from instep.generation.waiting import Turnstile
 class Numeric:
     """Whether the final answer is the label's number, exactly or within `tolerance` of its size.
 
-    The final answer is what stands in the last `<answer>` or `\\boxed{}`, else behind the last `####` or `the answer is`, else the last
-    number of the text. Units, currencies and commas between thousands are no part of the number; `50%` is 50 and 0.5. What is more than a
-    numeral, such as `2^{10}`, is computed by math-verify.
+    The final answer is what stands in the last `<answer>` or `\\boxed{}`, else behind the last
+    `####` or `the answer is`, else the last number of the text. Units, currencies and commas
+    between thousands are no part of the number; `50%` is 50 and 0.5. What is more than a numeral,
+    such as `2^{10}`, is computed by math-verify.
     """
 
     tolerance: float = 0.0

@@ -22,11 +22,13 @@ from instep.generation.waiting import Turnstile
 ARTICLES = frozenset(("a", "an", "the"))
 QUOTES = dict.fromkeys(map(ord, "\u2018\u2019\u201b`\u00b4"), "'") | dict.fromkeys(map(ord, "\u201c\u201d\u201e\u00ab\u00bb"), '"')
 MARKS, JOINER = 30, "\u034f"
-"""How many combining marks may follow one another, and what parts more: Unicode's Stream-Safe Text Format (UAX #15)."""
+"""How many combining marks may follow one another, and what parts more: Unicode's Stream-Safe Text
+Format (UAX #15)."""
 SAYING_NOTHING = re.compile(r"[.,;:!?\"'()\[\]{}*_\u2026$\u3001\u3002\u300a-\u300f-]")
 """Marks that say nothing, unless they stand between digits, before one, or as a sign."""
 MOST = 50_000
-"""Characters of an answer that words are compared of. Unicode has letters that stand for eighteen."""
+"""Characters of an answer that words are compared of. Unicode has letters that stand for
+eighteen."""
 BETWEEN = re.compile(r"</think>\s*+<answer>")
 
 
@@ -34,8 +36,8 @@ BETWEEN = re.compile(r"</think>\s*+<answer>")
 class Format:
     """Whether the whole text has R1's format: thoughts, then an answer, each in its tags.
 
-    pattern: a regular expression that the whole text must match instead. A text with which it takes longer than `seconds` does not.
-    Raises `ConfigError` for a pattern that is none.
+    pattern: a regular expression that the whole text must match instead. A text with which it takes
+    longer than `seconds` does not. Raises `ConfigError` for a pattern that is none.
     """
 
     pattern: str | None = None
@@ -79,11 +81,13 @@ def _thinks_then_answers(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """Whether the final answer is one of the label's texts, apart from case, articles, quotes and punctuation that says nothing.
+    """Whether the final answer is one of the label's texts, apart from case, articles, quotes and
+    punctuation that says nothing.
 
-    The final answer is what stands in the last `<answer>` or `\\boxed{}`, else the whole text, or what follows the last `the answer is`.
-    Signs and points of numbers count, as do `+`, `#` and the like. An empty answer matches nothing, nor does one of more than 50,000
-    characters that is more than twice as long as each of the label's.
+    The final answer is what stands in the last `<answer>` or `\\boxed{}`, else the whole text, or
+    what follows the last `the answer is`. Signs and points of numbers count, as do `+`, `#` and the
+    like. An empty answer matches nothing, nor does one of more than 50,000 characters that is more
+    than twice as long as each of the label's.
     """
 
     async def __call__(self, answer: Answer, value: str | Sequence[str]) -> float:

@@ -1,4 +1,5 @@
-"""Broadcast over a private group, for engines on other hosts: the trainer is rank 0, the workers of all engines follow in their order.
+"""Broadcast over a private group, for engines on other hosts: the trainer is rank 0, the workers of
+all engines follow in their order.
 
 The version is one run of bytes (`plan.buckets.layout`), sent in buckets. While one bucket travels
 the next is packed, and the one before is summed up. No process holds more than two buckets, unless

@@ -1,4 +1,5 @@
-"""The workers' side of a broadcast: versions that are staged in host memory, and versions that pass by on a GPU."""
+"""The workers' side of a broadcast: versions that are staged in host memory, and versions that pass
+by on a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Buckets:
 
 
 JOINED: dict[str, tuple[str, Group]] = {}
-"""The group of each worker of this process, by its incarnation, with the address it was found at."""
+"""The group of each worker of this process, by its incarnation, with the address it was found
+at."""
 
 
 def join(location: Location, me: WorkerContext, device: torch.device) -> Group:

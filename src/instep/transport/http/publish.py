@@ -1,6 +1,8 @@
-"""HTTP, for engines that nothing faster reaches: the trainer serves a version's bytes, workers fetch them in as many pieces as it takes.
+"""HTTP, for engines that nothing faster reaches: the trainer serves a version's bytes, workers
+fetch them in as many pieces as it takes.
 
-The version is copied into the trainer's memory, as for `shm`. Its path is a secret of its own, made anew for each version and told in the
+The version is copied into the trainer's memory, as for `shm`. Its path is a secret of its own, made
+anew for each version and told in the
 manifest alone. Nothing is encrypted: like `gloo`, it is for networks that are trusted.
 """
 

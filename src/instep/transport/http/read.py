@@ -1,4 +1,5 @@
-"""A worker's side of `http`: fetches a version into memory of its own, in as many pieces as the network makes of it."""
+"""A worker's side of `http`: fetches a version into memory of its own, in as many pieces as the
+network makes of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The calls of CUDA's driver that share memory between processes, on plain integers and bytes.
 
-PyTorch's own sharing counts references through files and pickles what it sends; these handles are 64 bytes, need no counting, and are
-opened once.
+PyTorch's own sharing counts references through files and pickles what it sends; these handles are
+64 bytes, need no counting, and are opened once.
 """
 
 from __future__ import annotations

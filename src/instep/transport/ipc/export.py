@@ -23,7 +23,8 @@ EXPANDABLE = (
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a process shares: handles of its allocations, and where in them the parts of tensors lie."""
+    """What a process shares: handles of its allocations, and where in them the parts of tensors
+    lie."""
 
     handles: list[bytes]
     places: dict[str, list[Place]]
@@ -38,7 +39,8 @@ class Exposed:
     Workers that map the parts can read the board, so none has to wait for this process.
     summed: tells whether the last launch has ended.
 
-    known: handles of allocations, by base address. Raises `TransportError` where memory cannot be shared.
+    known: handles of allocations, by base address. Raises `TransportError` where memory cannot be
+    shared.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device, known: Mapping[int, bytes]) -> None:

@@ -1,7 +1,9 @@
-"""CUDA IPC: the trainer publishes handles of its live parameters, workers pull from them straight into their own.
+"""CUDA IPC: the trainer publishes handles of its live parameters, workers pull from them straight
+into their own.
 
-Nothing is copied on the trainer's side, so the trainer must not step before every worker has pulled: `push` returns after that. Handles are
-made once for each allocation of the trainer and opened once by each worker; they are made anew when the trainer's storage has moved.
+Nothing is copied on the trainer's side, so the trainer must not step before every worker has
+pulled: `push` returns after that. Handles are made once for each allocation of the trainer and
+opened once by each worker; they are made anew when the trainer's storage has moved.
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ T = TypeVar("T")
 AHEAD = 0.001
 """Seconds that a request needs to be sent: the threads that send it need the GIL."""
 PATIENCE = 1.0
-"""Seconds to wait for the trainer's own sums before engines are asked to commit. 61 GB take 0.016 on an H200."""
+"""Seconds to wait for the trainer's own sums before engines are asked to commit. 61 GB take 0.016
+on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """What was published of a source. It stays valid until one of the source's tensors moves.
 
-    place: of all its tensors, where it is known. places: of each, by name. staged: those of which workers read copies. exposed: what they
-    read; some of it may have been made for this publication, and is kept until the next one.
+    place: of all its tensors, where it is known. places: of each, by name. staged: those of which
+    workers read copies. exposed: what they read; some of it may have been made for this
+    publication, and is kept until the next one.
     """
 
     tensors: list[TensorMeta]
@@ -100,8 +104,8 @@ class IpcTransport(Pull):
         """Publishes the version. If no tensor has moved since the last time, only the digests are
         taken anew.
 
-        Those sums are the first read, and workers that pull make the second one. Of what is copied or made here workers see the copy:
-        so it is read again here."""
+        Those sums are the first read, and workers that pull make the second one. Of what is copied
+        or made here workers see the copy: so it is read again here."""
         read = Placed.of(values)
         layout, prefetched, self.prefetched = self.layout, self.prefetched, False
         if layout is None or not layout.holds(tensors, read.place):

@@ -1,4 +1,5 @@
-"""CUDA IPC, a worker's side: opens handles of a trainer's memory, and pulls what it needs straight out of it."""
+"""CUDA IPC, a worker's side: opens handles of a trainer's memory, and pulls what it needs straight
+out of it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ ALIGN = 512
 """Bytes: each of them begins at a multiple, as in memory of its own."""
 
 OPENED: dict[bytes, int] = {}
-"""Handles that this process has mapped, and where. Opening one twice in a process is an error of the driver."""
+"""Handles that this process has mapped, and where. Opening one twice in a process is an error of
+the driver."""
 
 
 WARM: set[torch.device] = set()
@@ -113,8 +115,9 @@ class IpcReader(Remote):
     def wait_for(self, launch: int) -> None:
         """Wait until the trainer's own sums of a launch are complete, where they can be read.
 
-        Nothing may be pulled before: sums that are complete when the pull begins, and equal to those of the pull, show that the weights
-        stood still in between. Raises `TransportError` where they are not complete in half of the time that this step may take.
+        Nothing may be pulled before: sums that are complete when the pull begins, and equal to
+        those of the pull, show that the weights stood still in between. Raises `TransportError`
+        where they are not complete in half of the time that this step may take.
         """
         if not launch or self.location.board is None:
             return

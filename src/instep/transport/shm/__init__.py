@@ -1,1 +1,2 @@
-"""POSIX shared memory: the trainer copies a version into a segment, workers map it and load from views of it."""
+"""POSIX shared memory: the trainer copies a version into a segment, workers map it and load from
+views of it."""

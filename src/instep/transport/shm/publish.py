@@ -1,7 +1,7 @@
 """The trainer's side of shared memory: copies each tensor once into a segment.
 
-When every engine has left a version its segment is used again for the next one: its pages are in place already, and at most one copy of
-the model is held.
+When every engine has left a version its segment is used again for the next one: its pages are in
+place already, and at most one copy of the model is held.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ QWEN_2 = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
 QWEN_3_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
 QWEN_3 = HEADS | {"rope_parameters": QWEN_3_ROPE | {"mrope_section": [16, 8, 8]}}
 QWEN_3_EXPERTS = EXPERTS | {"moe_intermediate_size": 64, "norm_topk_prob": True}
-"""No two dimensions of an expert are equal: transformers looks at them to know what is transposed."""
+"""No two dimensions of an expert are equal: transformers looks at them to know what is
+transposed."""
 QWEN_35 = LINEAR | {"rope_parameters": QWEN_3_ROPE | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}}
 QWEN_TOWER = {
     "depth": 2,
