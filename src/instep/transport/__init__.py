@@ -171,17 +171,18 @@ class Reader(ABC):
     fetches = True
     """Whether there is anything to do before the commit."""
 
+    at_once = False
+    """Whether `arrive` takes less time than a thread takes to start."""
+
     split = False
     """Whether `arrive` looks at this worker's share alone, and takes the other bytes for zeros."""
 
     @abstractmethod
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        """Does what can be done beside the engine's steps, in a thread of its own. Returns the
-        digests of bytes that have arrived."""
+        """Does what can be done beside the engine's steps. Returns digests of what has arrived."""
 
     def stop(self) -> None:  # noqa: B027  (most have nothing to stop)
-        """Tells that nobody wants the version any more. An `arrive` that fetches by itself ends
-        soon, with an error."""
+        """Tells that nobody wants the version: an `arrive` that fetches ends soon, with an error."""
 
     def close(self) -> bool:
         """Gives up the version's memory: no view may be used afterwards. Returns False while
@@ -273,8 +274,7 @@ class Passing(Reader):
 
 @lru_cache(maxsize=1)
 def host() -> str:
-    """Returns an identifier that is equal for processes that may share memory: the kernel's boot
-    id, which all containers of a host have in common."""
+    """Returns the kernel's boot id, which is equal for processes that may share memory."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
