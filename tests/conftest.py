@@ -16,6 +16,7 @@ from helpers.toys import ToyHost
 from hypothesis import HealthCheck, settings
 
 from instep.receiver.state import Receiver
+from instep.transport.shm import read as shm_read
 from instep.transport.shm import segment as shm
 from instep.transport.shm.publish import ShmTransport
 
@@ -124,6 +125,12 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline passes as soon as an engine hangs (see `hanging.py`)."""
     shorten_deadlines(monkeypatch)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers look at what arrives in a thread, as they do with large versions, and are asked whether they are ready."""
+    monkeypatch.setattr(shm_read, "AT_ONCE", -1)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ class WeightSync:
         sync = WeightSync(source=model, engines=[llm])
         for step in range(steps):
             train(model)
-            receipt = sync.push(version=f"step-{step}")  # every engine serves it, or an error says more
+            receipt = sync.push(version=f"step-{step}")  # all serve it, or an error says which
 
     Invariant: an engine serves one whole version, and its label is changed only after its bytes
     were proved to be the trainer's. The trainer may change its weights when the push returns.

@@ -80,7 +80,7 @@ def expected_error(point: str, kind: str) -> type[SyncError]:
     return inside.get(point, EngineTimeout if kind == "hang" else EngineLost)
 
 
-@pytest.mark.usefixtures("deadlines")
+@pytest.mark.usefixtures("apart", "deadlines")
 @pytest.mark.parametrize(("point", "kind", "require", "tp", "pushed"), CASES)
 def test_fault(point: Any, kind: Any, require: Any, tp: int, pushed: bool) -> None:
     bad, good = MemoryEngine(OLD, tp=tp, name="bad"), MemoryEngine(OLD, name="good")
@@ -138,7 +138,7 @@ def heal(sync: WeightSync, bad: MemoryEngine, good: MemoryEngine, source: dict[s
     assert [state.serving for state in sync.status()] == ["old", "old"]
 
 
-@pytest.mark.usefixtures("deadlines")
+@pytest.mark.usefixtures("apart", "deadlines")
 @pytest.mark.parametrize("pushed", [False, True])
 @pytest.mark.parametrize("point", [point for point in POINTS if point not in ("digest", "tensor")])
 def test_the_status_heals_an_engine_that_answers_again(point: Any, pushed: bool) -> None:

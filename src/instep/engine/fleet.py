@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -118,7 +118,7 @@ class Fleet:
 
         async def one(member: Member) -> T | None:
             try:
-                async with _turn(turns):
+                async with _Turn(turns):
                     result = await action(member)
             except InstepError as error:
                 member.failure = error
@@ -200,19 +200,28 @@ class Fleet:
         return tuple(member.state() for member in self.members)
 
 
-@asynccontextmanager
-async def _turn(turns: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Holds a member's turn while it is asked. The turn ends with the request, or after `BEGUN`
-    seconds."""
-    await turns.acquire()
-    over = ExitStack()
-    over.callback(turns.release)
-    timer = asyncio.get_running_loop().call_later(BEGUN, over.close)  # closed twice it releases once
-    try:
-        yield
-    finally:
-        timer.cancel()
-        over.close()
+class _Turn:
+    """A member's turn, held while it is asked. It ends with the request, or after `BEGUN` seconds.
+
+    No generator: each of hundreds of engines has two turns in a push.
+    """
+
+    def __init__(self, turns: asyncio.Semaphore) -> None:
+        self.turns, self.held = turns, False
+
+    async def __aenter__(self) -> None:
+        await self.turns.acquire()
+        self.held = True
+        self.timer = asyncio.get_running_loop().call_later(BEGUN, self._end)
+
+    def _end(self) -> None:
+        if self.held:
+            self.held = False
+            self.turns.release()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.timer.cancel()
+        self._end()
 
 
 async def _over(tasks: Sequence[asyncio.Task[Any]]) -> None:

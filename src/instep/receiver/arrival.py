@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -203,6 +203,19 @@ def arrive(manifest: Manifest, reader: Reader, launch: int = 0, wholes: Collecti
         return Pulled(manifest, reader, launch, wholes)
     assert isinstance(reader, Passing)
     return Streamed(manifest, reader, wholes)
+
+
+def arriving(manifest: Manifest, reader: Reader, checker: Executor) -> Future[tuple[float, dict[str, int]]]:
+    """Begins to look at what arrives, and returns what `check_arrival` will. What takes less time
+    than `checker` takes to begin is done at once."""
+    if reader.fetches and not reader.at_once:
+        return checker.submit(check_arrival, manifest, reader)
+    done: Future[tuple[float, dict[str, int]]] = Future()
+    try:
+        done.set_result(check_arrival(manifest, reader) if reader.fetches else (0.0, {}))
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 def check_arrival(manifest: Manifest, reader: Reader) -> tuple[float, dict[str, int]]:

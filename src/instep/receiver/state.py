@@ -18,7 +18,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, get_args
 
 import torch
@@ -49,7 +49,7 @@ from instep.readback import DigestRequest, Held
 from instep.receiver import Host
 from instep.receiver.adapter import AdapterHost, check_base, check_merged
 from instep.receiver.apply import Applier
-from instep.receiver.arrival import Prepared, arrive, check_arrival
+from instep.receiver.arrival import Prepared, arrive, arriving
 from instep.receiver.kept import Kept
 from instep.receiver.lease import Lease
 from instep.receiver.readback import held
@@ -162,7 +162,7 @@ class Receiver(Serves):
     def prepare(self, request: Request) -> Arrival:
         """Opens the version, and begins to fetch and prove its bytes beside the engine's steps."""
         reader = self._prepare(request.session, self.lists.decode(request.body))
-        if isinstance(reader, Visible):
+        if isinstance(reader, Visible) and not reader.at_once:
             return Arrival(done=False)
         assert self.prepared is not None
         wait([self.prepared.arrival], 0.001)  # if nothing is moved before the commit this saves a call of `ready`
@@ -188,11 +188,7 @@ class Receiver(Serves):
         listed = self.incarnation in wanted.workers  # not by rank: replicas of an engine each count from zero
         share = (wanted.workers.index(self.incarnation), len(wanted.workers)) if listed else (0, 1)
         reader = self.open_reader(manifest, WorkerContext(self.incarnation, wanted.timeout, self.host.device, share))
-        arrival: Future[tuple[float, dict[str, int]]] = Future()
-        if reader.fetches:
-            arrival = self.checker.submit(check_arrival, manifest, reader)
-        else:
-            arrival.set_result((0.0, {}))
+        arrival = arriving(manifest, reader, self.checker)
         self.prepared, self.last = Prepared(manifest, session, reader, arrival), wanted
         self.lease.take(time.monotonic(), session, manifest.version, wanted.lease)
         return reader

@@ -163,8 +163,7 @@ class Pull:
 
 @lru_cache(maxsize=1)
 def host() -> str:
-    """Returns an identifier that is equal for processes that may share memory: the kernel's boot
-    id, which all containers of a host have in common."""
+    """Returns the kernel's boot id, which is equal for processes that may share memory."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

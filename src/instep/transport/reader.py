@@ -35,13 +35,15 @@ class Reader(ABC):
     fetches = True
     """Whether there is anything to do before the commit."""
 
+    at_once = False
+    """Whether `arrive` takes less time than a thread takes to start."""
+
     split = False
     """Whether `arrive` looks at this worker's share alone, and takes the other bytes for zeros."""
 
     @abstractmethod
     def arrive(self, tensors: list[TensorMeta]) -> dict[str, int]:
-        """Does what can be done beside the engine's steps, in a thread of its own. Returns the
-        digests of bytes that have arrived."""
+        """Does what can be done beside the engine's steps. Returns digests of what has arrived."""
 
     def stop(self) -> None:  # noqa: B027  (most have nothing to stop)
         """Tells that nobody wants the version any more. An `arrive` that fetches by itself ends

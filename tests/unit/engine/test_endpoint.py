@@ -84,6 +84,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, segments: object) -> Clock:
     return clock
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("point", ["hello", "trace", "prepare", "ready", "pause", "commit", "label", "resume", "refuse"])
 def test_it_goes_on_with_one_whole_version_under_its_label(clock: Clock, point: str, after: bool) -> None:

@@ -69,6 +69,7 @@ TWISTS: dict[str, tuple[Callable[[list[bytes]], Any], str]] = {
 }
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("method", ["hello", "trace", "prepare", "ready", "commit"])
 @pytest.mark.parametrize(("twist", "text"), TWISTS.values(), ids=TWISTS)
 def test_an_engine_that_answers_wrongly_is_lost(twist: Callable[[list[bytes]], Any], text: str, method: str) -> None:

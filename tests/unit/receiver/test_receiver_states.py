@@ -13,7 +13,7 @@ from torch import nn
 
 from instep.plan.packed import packed
 from instep.plan.routes import signature
-from instep.protocol import PrepareRequest
+from instep.protocol import Arrival, PrepareRequest, decode
 from instep.receiver.kept import Kept
 
 WRONG_LISTS = {
@@ -45,6 +45,7 @@ def test_bytes_that_changed_on_the_way_are_named(trainer: Trainer, host: ToyHost
     assert serves(host, 0.0)
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_commit_does_not_run_ahead_of_the_proof(trainer: Trainer, host: ToyHost) -> None:
     """Invariant 5: also for a trainer that never asks whether the bytes are proved."""
     trainer.trace()
@@ -54,6 +55,19 @@ def test_a_commit_does_not_run_ahead_of_the_proof(trainer: Trainer, host: ToyHos
     reply = trainer.commit("v1")
     refused(reply, "DigestMismatch", "a.weight")
     assert (reply.state, reply.version, serves(host, 0.0)) == ("serving", None, True)
+
+
+def test_a_small_version_is_proved_in_the_call_that_prepares_it(trainer: Trainer, host: ToyHost) -> None:
+    trainer.trace()
+    listed = signature(described(weights(0.0)))
+    reply = trainer.ask("prepare", PrepareRequest(trainer.manifest("v1", weights(1.0)), listed, 60.0, 10.0))
+    assert decode(reply.body, Arrival).done
+    trainer.ask("abort")
+    manifest = trainer.manifest("v2", weights(1.0))
+    trainer.transport.segments[manifest.location.address].view[packed(manifest.tensors).offsets["a.weight"]] ^= 1
+    refused(trainer.ask("prepare", PrepareRequest(manifest, listed, 60.0, 10.0)), "DigestMismatch", "a.weight")
+    assert trainer.who().prepared is None
+    assert serves(host, 0.0)
 
 
 def test_a_tensor_without_a_digest_is_not_taken_on_trust(trainer: Trainer) -> None:

@@ -11,12 +11,16 @@ from instep.transport.mapped import Mapped
 from instep.transport.reader import WorkerContext
 from instep.transport.shm import segment
 
+AT_ONCE = 1 << 20
+"""Bytes of a version that a worker sums up in less than a millisecond."""
+
 
 class ShmReader(Mapped):
     """A worker's side: maps the segment that a manifest names."""
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         location, self.share, self.split = manifest.location, me.share, me.share[1] > 1
+        self.at_once = location.nbytes <= AT_ONCE
         if not segment.NAME.fullmatch(location.address):
             raise TransportError(f"{location.address!r} is not a segment's name")
         try:
