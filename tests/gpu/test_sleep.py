@@ -39,7 +39,7 @@ def test_a_push_waits_for_the_weights_and_not_for_the_caches(llm: Any, from_disk
         llm.sleep(level=level)
         trainer.load_state_dict(model("tiny", 2, "cuda:0").state_dict())
         with pytest.raises(PlanError, match=rf"sleeps \(level {level}\)(.|\n)*wake_up"):
-            sync.push("too early")
+            sync.push("too-early")
         llm.wake_up(tags=["weights"])
         sync.push("awake")
         llm.wake_up(tags=["kv_cache"])
@@ -49,7 +49,7 @@ def test_a_push_waits_for_the_weights_and_not_for_the_caches(llm: Any, from_disk
 def test_a_version_that_sleep_has_discarded_is_brought_again(llm: Any, from_disk: Any) -> None:
     trainer = model("tiny", 2, "cuda:0")
     with WeightSync(trainer, [llm]) as sync:
-        sync.push("kept by the trainer")
+        sync.push("kept")
         llm.sleep(level=2)
         llm.wake_up()
         (state,) = sync.status()
