@@ -108,11 +108,12 @@ class Applier(Ways):
         if in_turn and rehearsed:  # made-up weights: the version's are gone after loading
             self._compare(arrival, scrambled(arrival.listed, self.host.device))
         self.session(tensors)
-        if rehearsed:
-            self._find_derived(rehearsed.look, self.look())
+        look = self.look() if rehearsed else None
+        if rehearsed and look:
+            self._find_derived(rehearsed.look, look)
         if not in_turn:
             self._compare(arrival, tensors)
-            try_rebuilding(self, tensors)
+            try_rebuilding(self, tensors, look)
         if watched and watched.compared:
             self._read_back(arrival, watched, rehearsed)
         if self.promoted != (self._structure.layers.keys() if self._structure else set()):

@@ -126,6 +126,9 @@ class Holdings:
         while left:
             value, place, holder = left.pop()
             self.holders[place].append(holder)
+            if type(value) in PLAIN:  # most of them, and they lead nowhere
+                self.found[place] = value
+                continue
             if (known := self._seen.get(id(value))) is not None:
                 self.holders[known].append(place)
                 self.found[place] = known

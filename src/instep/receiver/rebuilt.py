@@ -15,11 +15,12 @@ from instep.receiver.ways import DERIVED
 
 if TYPE_CHECKING:
     from instep.receiver.apply import Applier
+    from instep.receiver.evidence import Holdings
 
 
-def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
+def try_rebuilding(applier: Applier, tensors: Tensors, look: Holdings | None) -> None:
     """Promotes each layer that computes the same, bit for bit, when it is rebuilt as it did after
-    the last session.
+    the last session. look: what the model holds since then, where it was recorded.
 
     Each layer is rebuilt from zeros first, which must change all that was found to be derived.
     Otherwise a rebuild that does nothing, or forgets something, would pass.
@@ -28,7 +29,7 @@ def try_rebuilding(applier: Applier, tensors: Tensors) -> None:
     if not candidates:
         return
     trial = _Trial(candidates)
-    made, before = applier.look(), {layer: _computes(applier, layer) for layer in candidates}
+    made, before = look or applier.look(), {layer: _computes(applier, layer) for layer in candidates}
     trial.fail("it cannot be run alone", [layer for layer in candidates if before[layer] is None])
     trial.rebuild(applier, Lazy(tensors, torch.zeros_like))
     of_zeros = applier.look()
