@@ -24,19 +24,18 @@ class Config:
     require: `all` aborts a push before any commit unless every engine has prepared it; `any` goes
     on with those that have.
     caches: what happens to KV computed with the old weights. `reset` drops the prefix cache and
-    recomputes requests in flight;
-        `keep` leaves both, for in-flight updates that accept old KV.
+        recomputes requests in flight; `keep` leaves both, for in-flight updates that accept old KV.
     transport: how bytes travel. `auto` takes the fastest that reaches every engine, and logs which
     and why.
     cast: round the trainer's tensors to the dtypes that the engine stores. Without it that is a
-    `PlanError`. A wider dtype, which has every
-        value of the trainer's (bfloat16 to float32), rounds nothing and is always allowed.
+        `PlanError`. A wider dtype, which has every value of the trainer's (bfloat16 to float32),
+        rounds nothing and is always allowed.
     timeout: seconds that each phase may take on each engine.
     canary: token ids that engine and trainer both score after a commit.
     canary_bound: largest accepted difference of two log-probabilities (natural log).
     gather_whole_model: where a sharded trainer has to gather (for `nccl` and `gloo`), all at once
-    before anything is sent, in the memory of
-        the whole model on rank 0. Without it bucket by bucket.
+        before anything is sent, in the memory of the whole model on rank 0. Without it bucket by
+        bucket.
     """
 
     require: Require = "all"

@@ -8,8 +8,8 @@
 `mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014); the sum is the multilinear hash of Carter and Wegman. The added `x >> 32`
 keeps a difference in a word's upper half from reaching the upper bits of the product alone. Because
-the sum is linear in every element, parts of a tensor held by different processes, zero
-elsewhere, add up to the digest of the whole: shards are compared without gathering them.
+the sum is linear in every element, parts of a tensor held by different processes, zero elsewhere,
+add up to the digest of the whole: shards are compared without gathering them.
 """
 
 from __future__ import annotations

@@ -19,13 +19,11 @@ class EngineReceipt:
     them.
     rebuilt: layers made anew from copied regions by the engine's own hook.
     reload: layers that take the engine's reload session, and why. These three say what the next
-    push does:
-        the first one gives every layer to the session, and shows which may leave it.
+        push does: the first one gives every layer to the session, and shows which may leave it.
     read_back: tensors compared bit for bit in the engine's own storage, in the worker that has
     least of them.
     unproved: layers of which that cannot be done, and why: the engine's own loader was given the
-    right
-        bytes, and what it made of them is taken on trust.
+        right bytes, and what it made of them is taken on trust.
     compared: layers that the first push has compared with what the engine's initial load makes of
     them.
     initial: seconds that it took, of `apply`; 0 in other pushes.

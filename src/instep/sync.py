@@ -108,8 +108,8 @@ class WeightSync:
             return await self._push(version, base, given, begun=False)
 
     def _begin(self) -> bool:
-        """Tells the transport that a push begins: a GPU sums up the weights while the event loop
-        is made, which takes a third of a ms. Returns whether the transport was told."""
+        """Tells the transport that a push begins: a GPU sums up the weights while the event loop is
+        made, which takes a third of a ms. Returns whether the transport was told."""
         if not isinstance(self._role, Lead) or not self._own.here() or not self._busy.acquire(blocking=False):
             return False
         try:

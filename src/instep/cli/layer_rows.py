@@ -31,8 +31,8 @@ class Row(msgspec.Struct, frozen=True):
     of one layer.
 
     params: as `weight bfloat16[96, 64]`, of the first worker that has the layer. routes, nbytes:
-    copies from the source, and bytes that
-    they have to fill, over all workers. reason: of `reload` and `kept`.
+    copies from the source, and bytes that they have to fill, over all workers. reason: of `reload`
+    and `kept`.
     """
 
     name: str
@@ -57,9 +57,8 @@ class Report(msgspec.Struct, frozen=True):
     """kept: parameters that a push leaves alone, and why. casts: tensors that are rounded to
     another dtype, as `float32 to bfloat16`.
     widened: those that are stored in a wider one, as `bfloat16 to float32`. Equal names are drawn
-    together in all three. why: what spoke
-    against faster transports. compared: how many layers the first push has compared with vLLM's
-    initial load, in `initial` seconds.
+    together in all three. why: what spoke against faster transports. compared: how many layers the
+    first push has compared with vLLM's initial load, in `initial` seconds.
     unproved: those that it could not, and why."""
 
     model: str

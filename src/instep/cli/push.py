@@ -38,8 +38,7 @@ def push(
     be the same bytes.
 
     Where the servers have a token, set INSTEP_TOKEN or INSTEP_TOKEN_FILE to it. Ctrl-C and SIGTERM
-    end
-    the push: engines go on, and the last lines say with what.
+    end the push: engines go on, and the last lines say with what.
 
     Exit code 0 if every engine serves it, 3 if some do (the message says which), 4 if bytes
     differed on the way, 130 after Ctrl-C, 1 otherwise.

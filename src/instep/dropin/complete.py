@@ -21,8 +21,7 @@ Known = Mapping[str, tuple[TensorMeta, int]]
 
 def lacking(plans: Iterable[WorkerPlan]) -> dict[str, int]:
     """Parameters that are not filled yet, with the largest number of elements that a worker misses.
-    Layers that compute their weights
-    on the way are left out: of them it cannot be told."""
+    Layers that compute their weights on the way are left out: of them it cannot be told."""
     found: dict[str, int] = {}
     for plan in plans:
         written: Counter[str] = Counter()
@@ -87,8 +86,7 @@ def tied(metas: Mapping[str, TensorMeta], tensors: Mapping[str, torch.Tensor], e
 
 def needed(found: dict[str, str], metas: Mapping[str, TensorMeta], fails: Callable[[dict[str, str]], bool]) -> dict[str, str]:
     """Those ties without which a trace fails. Others have the same bytes by chance, as norms that
-    are
-    all ones: a trainer may send one of these alone."""
+    are all ones: a trainer may send one of these alone."""
     for kind in {(metas[name].dtype, metas[name].shape) for name in found}:
         fewer = {name: other for name, other in found.items() if (metas[name].dtype, metas[name].shape) != kind}
         found = found if fails(fewer) else fewer

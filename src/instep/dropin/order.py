@@ -54,9 +54,8 @@ def before_the_first(names: Sequence[str], places: Mapping[str, int]) -> int:
     they may be weights alone.
 
     An update of all weights mostly begins with that one. So before any order is known, names in
-    front of it are of doubtful origin: they
-    may be of this update, or have come alone. places: where the engine holds what it reads of each
-    name.
+    front of it are of doubtful origin: they may be of this update, or have come alone. places:
+    where the engine holds what it reads of each name.
     """
     known = [name for name in names if name in places]
     if not known:

@@ -89,8 +89,8 @@ class Rounds:
 
     def settle(self) -> None:
         """Commits what came of a trainer that does not say where its updates end, unless more of an
-        update of all weights is to come. Called before the engine begins with new requests.
-        What goes wrong is logged, and the engine serves what it served.
+        update of all weights is to come. Called before the engine begins with new requests. What
+        goes wrong is logged, and the engine serves what it served.
         """
         over = self.now.whole or (self._alone() and not self.order.goes_on(self.now.names))
         if over and not (self.now.says or self.now.fault or self.now.doubtful):

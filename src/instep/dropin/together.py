@@ -246,8 +246,8 @@ class Together:
 
     def _traced(self, metas: list[TensorMeta]) -> tuple[list[TensorMeta], WorkerPlan]:
         """What the loader would do, and the metadata for which it would. An engine that ties what
-        came
-        under two names takes both where their bytes are the same: nobody declares ties here."""
+        came under two names takes both where their bytes are the same: nobody declares ties
+        here."""
         try:
             return metas, self._trace(metas)
         except PlanError as error:

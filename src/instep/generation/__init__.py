@@ -21,9 +21,9 @@ An `LLMActor` does this with an engine of its own, and `instep.generation.ray` w
 
 What it does around `answer`. *Prefetch*: takes `sampling.n` places of its limit before `answer`,
 and gives them back before `reward`. *Pause and drain*: its `Client.complete` waits at a gate, so
-that a drain waits for turns under way and not for tools; the engine says in
-`Completion.versions` which weights sampled what. *Cancel*: setting `aborted` ends samples soon and
-keeps what they have; cancelling the task of `answer` drops them, and closes their environments.
+that a drain waits for turns under way and not for tools; the engine says in `Completion.versions`
+which weights sampled what. *Cancel*: setting `aborted` ends samples soon and keeps what they have;
+cancelling the task of `answer` drops them, and closes their environments.
 *Errors*: what a client raises comes out of `answer` and ends the run; what tools and verifiers do
 wrong is in the records, and ends nothing. *Staleness*: `statistics.lag(sample, history)`.
 """

@@ -27,8 +27,7 @@ FinishReason = Literal["stop", "length", "tool_limit", "done", "abort", "error",
 stop: the model ended it (end token, stop token or stop string). length: a budget did, of the
 response, of the context or of a turn.
 tool_limit: the model called tools after it was told that it has no calls left. done: an environment
-said so. abort: it was aborted or took
-too long. error, repetition: the engine's own words.
+said so. abort: it was aborted or took too long. error, repetition: the engine's own words.
 """
 
 Outcome = Literal["ok", "error", "timeout", "excess", "unknown", "malformed", "abort"]
@@ -111,8 +110,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     finish_reason: the engine's: stop, length, abort, error or repetition. An aborted turn holds the
     tokens that there were.
     versions: a partition of `[0, len(token_ids))`. An engine that does not report spans has one,
-    labelled with the version that it served
-        when it took the request: an old token is then never called fresh.
+        labelled with the version that it served when it took the request: an old token is then
+        never called fresh.
     """
 
     token_ids: list[int]

@@ -28,8 +28,8 @@ from instep.sync import WeightSync
 def follow(trainer: Any, *, cast: bool = True, **settings: Any) -> WeightSync:
     """Makes every weight sync of a TRL trainer a push. When TRL syncs stays TRL's decision.
 
-    Returns the `WeightSync` that pushes: `sync.status()` says what the engine serves, and its
-    sinks are given the receipt of each push.
+    Returns the `WeightSync` that pushes: `sync.status()` says what the engine serves, and its sinks
+    are given the receipt of each push.
 
     trainer: one that has `vllm_generation`, such as `GRPOTrainer` or `RLOOTrainer`, with
     `use_vllm=True`. Its model may be plain or have PEFT adapters, which are pushed merged while the

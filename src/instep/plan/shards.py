@@ -2,8 +2,8 @@
 
 A rank holds boxes of a live tensor: one, where it is sharded along dimensions (DTensor), or the few
 that a range of the flat index space is made of (FSDP1, ZeRO-3). A checkpoint tensor is a live
-tensor or a box of one. Boxes intersect in closed form, so what a rank holds of
-a checkpoint tensor is a list of `Piece`: rows that a strided copy moves.
+tensor or a box of one. Boxes intersect in closed form, so what a rank holds of a checkpoint tensor
+is a list of `Piece`: rows that a strided copy moves.
 """
 
 from __future__ import annotations

@@ -131,9 +131,8 @@ class Again(msgspec.Struct, frozen=True):
 
 class CommitRequest(msgspec.Struct, frozen=True):
     """Take the version that was prepared, or is to be prepared `again` first. Answered by a
-    `WorkerReceipt`. digests: of all its tensors,
-    where the trainer has them by now. launch: which of the sums that the trainer's GPU tells are
-    those of this version; 0 for none.
+    `WorkerReceipt`. digests: of all its tensors, where the trainer has them by now. launch: which
+    of the sums that the trainer's GPU tells are those of this version; 0 for none.
     hold: keep other trainers away until this one aborts: it has yet to label the engine and to have
     it go on."""
 

@@ -79,11 +79,9 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     made.
 
     reload_only: layers whose writes cannot be expressed as copies, with the reason. They always use
-    the reload session. opaque: the
-    parameters that are written so. computed, feeds: what was read for that, and for which layers,
-    by tensor. unnoticed: layers that the
-    session would leave as they are. overwritten: tensors that the loader writes into, and must be
-    given copies of.
+    the reload session. opaque: the parameters that are written so. computed, feeds: what was read
+    for that, and for which layers, by tensor. unnoticed: layers that the session would leave as
+    they are. overwritten: tensors that the loader writes into, and must be given copies of.
     """
 
     params: list[ParamMeta]

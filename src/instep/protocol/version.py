@@ -23,9 +23,8 @@ class Location(msgspec.Struct, frozen=True):
     one run of bytes is laid out (`plan.packed`). places: in which of several `handles` the parts of
     each tensor lie; board: in which of them, and where, the trainer's GPU tells their sums
     (`transport.ipc.export.Exposed`). A version that is sent in buckets of `bucket` bytes has each
-    worker's rank in the
-    group in `ranks`, by its incarnation. sending: tells what is sent to one group apart. live:
-    whether the bytes are the trainer's own, and gone when it steps."""
+    worker's rank in the group in `ranks`, by its incarnation. sending: tells what is sent to one
+    group apart. live: whether the bytes are the trainer's own, and gone when it steps."""
 
     transport: str
     address: str

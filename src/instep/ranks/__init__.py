@@ -1,9 +1,8 @@
 """The ranks of one trainer whose weights lie in several processes.
 
 Every rank makes a `WeightSync` and makes the same calls. Rank 0 leads: it has the engines, takes
-every step of a push, and asks the
-others for their part of it. They follow: each answers until it is told how the push has ended, and
-then returns or raises what rank 0 does.
+every step of a push, and asks the others for their part of it. They follow: each answers until it
+is told how the push has ended, and then returns or raises what rank 0 does.
 
     channel.py    questions and answers, through a store of rank 0; every wait has a deadline, a rank that fails ends everybody's
     liveness.py   a rank whose process has ended is noticed at once, on one host

@@ -106,8 +106,7 @@ class Run:
 
     def compare(self, rank: int, memory: Memory, room: torch.Tensor) -> None:
         """Reads again what this rank has put into `room`, which is the whole run. Raises
-        `SourceError`
-        for the first tensor that has changed. rank: this rank."""
+        `SourceError` for the first tensor that has changed. rank: this rank."""
         for meta, part in self.parts(rank, 0, self.size):
             there, own = self.spot(room, 0, meta, part), view(memory(part.live), part.rows.read)
             bits = BITS[ITEM_BYTES[meta.dtype]]

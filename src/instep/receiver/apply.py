@@ -69,8 +69,7 @@ class Applier(Ways):
     """Writes versions into one worker's layers, each in its way.
 
     read: tensors that the last commit read back. derived: places of what follows from weights, by
-    the
-    modules that hold it. compared: the first commit's comparison with an initial load.
+    the modules that hold it. compared: the first commit's comparison with an initial load.
     """
 
     def __init__(self, host: Host, plan: WorkerPlan) -> None:

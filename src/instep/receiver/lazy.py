@@ -12,8 +12,7 @@ T = TypeVar("T")
 
 class Lazy(Mapping[str, torch.Tensor], Generic[T]):
     """Makes tensors when they are asked for, and keeps none of them. known: what each is made of,
-    by
-    its name. together: makes many, in order, in less time than `make` takes for each."""
+    by its name. together: makes many, in order, in less time than `make` takes for each."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """Routes by watching the engine's own loader work on tensors that have shapes but no bytes.
 
 Every `copy_` from a checkpoint tensor into a parameter is written down as (region of the tensor) ->
-(region of the parameter). No knowledge
-of a model family is needed: fused layers, tensor-parallel slices, padding and experts are whatever
-the loader does. What cannot be written as copies (arithmetic on the way, in-place updates) marks
-its layer as `reload_only`, and what it was computed from is noted.
+(region of the parameter). No knowledge of a model family is needed: fused layers, tensor-parallel
+slices, padding and experts are whatever the loader does. What cannot be written as copies
+(arithmetic on the way, in-place updates) marks its layer as `reload_only`, and what it was computed
+from is noted.
 """
 
 from __future__ import annotations

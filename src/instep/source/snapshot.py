@@ -100,8 +100,8 @@ def checkpoint(
     """Works out what `save_pretrained` would write of `root` without wrappers and adapters.
 
     Returns the bare module, its state dict, the names in it whose values `merge` computes, each
-    with its layer's path and the layer, and
-    the checkpoint tensors. identity: equal for tied tensors.
+    with its layer's path and the layer, and the checkpoint tensors. identity: equal for tied
+    tensors.
     """
     module, adapted = bare(root)
     state: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)

@@ -71,8 +71,7 @@ class Addresses:
     """Tensors that lie in host memory as they are sent: contiguous, and in the dtype to send.
 
     place: `Placed.place` of the version in which they were given. small, large: how they are
-    copied. The object does not keep
-    their memory alive: `held` does.
+    copied. The object does not keep their memory alive: `held` does.
     """
 
     def __init__(

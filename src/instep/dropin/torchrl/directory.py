@@ -46,8 +46,8 @@ def write(directory: Path, source: Source, version: str) -> None:
     """Returns when `version` is the newest, on the disk itself.
 
     Raises `SourceError` where the trainer changed its weights meanwhile, `ConfigError` where
-    another writer is at work, `TransportError`
-    where the disk does not take it: the versions that were there are there still.
+    another writer is at work, `TransportError` where the disk does not take it: the versions that
+    were there are there still.
     """
     with needed_by("a double buffer"):
         from safetensors import SafetensorError

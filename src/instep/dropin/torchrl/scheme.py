@@ -27,8 +27,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]
     strategy: `tensordict` or `state_dict`. Either sends the same tensors, under the names that
     `save_pretrained` writes.
     settings: those of `instep.WeightSync`. A dtype that the engine does not store is rounded to the
-    engine's, as the original's loader
-        does it, unless they have cast=False.
+        engine's, as the original's loader does it, unless they have cast=False.
     """
 
     def __init__(self, strategy: Strategy, settings: dict[str, Any]) -> None:

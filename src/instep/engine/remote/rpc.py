@@ -134,9 +134,9 @@ class Endpoint:
     """Serves an engine to trainers in other processes.
 
     timeout: the trainer's, in seconds. A request that takes longer is given up. An engine that is
-    left alone for that long in the middle
-        of a push is taken back: where it is paused it goes on with whatever whole version it holds,
-        or refuses to generate if it holds none. Other trainers may push then.
+        left alone for that long in the middle of a push is taken back: where it is paused it goes
+        on with whatever whole version it holds, or refuses to generate if it holds none. Other
+        trainers may push then.
 
     A trainer that has prepared a version is the one whose silence counts, until it ends its push or
     goes away. Another one, which the workers refuse meanwhile, changes nothing here.

@@ -104,8 +104,8 @@ class Peers:
                 self.said.append((self.series, key))
 
     def end(self, error: InstepError | None) -> InstepError | None:
-        """Tells how a call of all workers ended in this one: a series of its own. Returns the
-        first error of all, in the order of ranks.
+        """Tells how a call of all workers ended in this one: a series of its own. Returns the first
+        error of all, in the order of ranks.
 
         An error of another worker begins with its rank. A worker that is silent until the deadline
         is an error too.

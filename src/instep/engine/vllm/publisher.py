@@ -41,8 +41,7 @@ class WeightPublisher:
 
     source: as for `WeightSync`.
     dtype: tensors of floating-point numbers are rounded to it. Without it nothing may be rounded:
-    the
-        engine stores the source's dtypes or wider ones.
+        the engine stores the source's dtypes or wider ones.
     timeout: seconds that an engine's workers wait for each other, and for the proof of the bytes.
     """
 

@@ -24,8 +24,8 @@ other."""
 DEFAULTS: dict[str, Any] = {"worker_extension_cls": EXTENSION, "disable_log_stats": True}
 ON_CPU: dict[str, Any] = {"enable_chunked_prefill": False}
 """Where a step reads only part of a prompt, vLLM takes back what the request's seed gave for it. A
-generator on the CPU cannot go back, and
-the engine dies: seen in 0.32, after a push in flight too, when all that runs is read again."""
+generator on the CPU cannot go back, and the engine dies: seen in 0.32, after a push in flight too,
+when all that runs is read again."""
 
 
 async def start_vllm(model: str, **arguments: Any) -> VllmServing:

@@ -48,32 +48,27 @@ class LLMActor(Follower):
     start: makes the engine, on the actor's event loop. tokenizer: the engine's own if None.
     tool_parser: makes the parser of tool calls, given the tokenizer.
     prompt_queue: of `PromptRequest`, or of Open Instruct's, whose results are of its
-    `GenerationResult` then; without one, prompts come by
-        `submit` alone. A prompt that cannot be answered has a result whose samples have the finish
-        reason `error`.
+        `GenerationResult` then; without one, prompts come by `submit` alone. A prompt that cannot
+        be answered has a result whose samples have the finish reason `error`.
     results_queue, eval_results_queue: of `GenerationResult`, by the split of the prompt. While one
-    is full no prompt is taken, once as many
-        samples wait for it as the engine has places.
+        is full no prompt is taken, once as many samples wait for it as the engine has places.
     actor_manager: an `ActorManager`, or another object or handle with `should_stop`: while it says
     so no prompt is taken.
     max_tool_calls: of one sample, where no limits are given. mask_tool_use: whether a sample's mask
     is 0 for tools' tokens.
     inflight_updates: generation goes on across an update, and every token is labelled with the
-    weights that it came from. If False, an
-        update first waits until the engine has ended the turns that it is working on, no longer
-        than `drain_timeout` seconds.
+        weights that it came from. If False, an update first waits until the engine has ended the
+        turns that it is working on, no longer than `drain_timeout` seconds.
     max_staleness: a result with tokens more versions behind than this is made again, with the
-    weights of that time. Looked at when its
-        samples have ended, and again while it waits for a full results_queue; what is in the queue
-        is the trainer's.
+        weights of that time. Looked at when its samples have ended, and again while it waits for a
+        full results_queue; what is in the queue is the trainer's.
     max_samples: samples at a time; if None as many as the KV cache holds, see
     `KVCacheInfo.samples`.
     await_weights: takes no prompt from the queue before a trainer has pushed a version. For an
     actor that takes a dead one's place.
     observer: called each second with the actor's `ActorStatus`, on its event loop.
     http: answer OpenAI's interface at `url`, on a port of this host alone. Chats of a tokenizer
-    without a template are their contents, one
-        after the other.
+        without a template are their contents, one after the other.
 
     Raises what `start` raises, and `EngineTimeout` where that takes longer than `start_timeout`
     seconds.

@@ -79,8 +79,8 @@ class GenerationResult:
     """A prompt's samples, an entry for each in every list.
 
     error: why a prompt was not answered, or what went wrong with a sample. versions: by sample,
-    spans `(version, start, end)` over its
-    tokens. request: the prompt as an actor understood it, None where it did not.
+    spans `(version, start, end)` over its tokens. request: the prompt as an actor understood it,
+    None where it did not.
     """
 
     responses: list[list[int]]

@@ -74,10 +74,9 @@ def create_vllm_engines(
         `vllm.AsyncEngineArgs`. environment: variables of the actors' processes.
     options: those of `LLMRayActor` and of `LLMActor`, the same for all.
     pg: a placement group to share with a trainer: engine i is put into bundle i, counted node by
-    node, and takes `gpus_per_engine` of a
-        GPU there, half if None. Without one the engines get a group of their own where the cluster
-        has GPUs, and a CPU for each worker where it has none. single_gpu_mode: such a group is
-        meant, and must be given.
+        node, and takes `gpus_per_engine` of a GPU there, half if None. Without one the engines get
+        a group of their own where the cluster has GPUs, and a CPU for each worker where it has
+        none. single_gpu_mode: such a group is meant, and must be given.
 
     Raises `ConfigError` for arguments that do not go together or that nobody honours, before any
     process is started; `EngineTimeout` where engines are not ready within `timeout` seconds, and

@@ -31,8 +31,7 @@ class RolloutQueues:
     actor dies.
 
     max_prompts, max_results: how many may wait, 0 for no limit. While results are full, actors take
-    no
-        prompts. Results of the evaluation have no limit.
+        no prompts. Results of the evaluation have no limit.
     """
 
     def __init__(self, max_prompts: int = 0, max_results: int = 0) -> None:

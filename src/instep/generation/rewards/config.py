@@ -45,9 +45,8 @@ class RewardConfig:
     error_score: the score of a sample where a verifier broke. Its `Reward.error` says how, and a
     warning is logged.
     seconds: for one verifier on one sample, from when its turn comes (see `Verifier`); one that
-    takes longer is broken. A verifier with a
-        limit of its own, such as `CodeTests.seconds`, keeps to that one: it is the answer that
-        takes too long there, and scores 0.
+        takes longer is broken. A verifier with a limit of its own, such as `CodeTests.seconds`,
+        keeps to that one: it is the answer that takes too long there, and scores 0.
     """
 
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)

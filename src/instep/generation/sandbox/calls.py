@@ -2,8 +2,8 @@
 ENOSYS.
 
 Namespaces decide what a program sees. The filter leaves it fewer parts of the kernel to attack,
-keeps it one process, and refuses
-memory that no limit counts: memfd, System V segments, message queues, kernel keys, io_uring.
+keeps it one process, and refuses memory that no limit counts: memfd, System V segments, message
+queues, kernel keys, io_uring.
 """
 
 from __future__ import annotations

@@ -33,13 +33,12 @@ class SandboxLimits:
     """Limits of a program in a sandbox. Raises `ConfigError` for values that make no sense.
 
     seconds: of wall-clock time. memory: bytes of address space; beyond it the program sees a
-    `MemoryError`. output: bytes of stdout and
-        stderr together. file: bytes of one file that it writes. disk: bytes of all its files, which
-        are in memory and gone when it ends. network: whether it may connect to others over IP.
+        `MemoryError`. output: bytes of stdout and stderr together. file: bytes of one file that it
+        writes. disk: bytes of all its files, which are in memory and gone when it ends. network:
+        whether it may connect to others over IP.
     sandbox: the weakest wall between program and machine that is accepted: `full` (namespaces of
-    its own), `partial` (Landlock and a
-        seccomp filter) or `none`. The strongest that the machine gives is taken, whatever is
-        accepted.
+        its own), `partial` (Landlock and a seccomp filter) or `none`. The strongest that the
+        machine gives is taken, whatever is accepted.
     """
 
     seconds: float = 10.0

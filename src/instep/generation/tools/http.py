@@ -27,14 +27,13 @@ class HttpTool:
     text of the answer.
 
     seconds: for one attempt. retries: further attempts after a time-out, a broken connection or an
-    answer that says to come again (429,
-        5xx), each after a longer pause, or after the one that the answer asks for. No call is
-        repeated whose answer says that it is wrong.
+        answer that says to come again (429, 5xx), each after a longer pause, or after the one that
+        the answer asks for. No call is repeated whose answer says that it is wrong.
     max_bytes: of an answer; the rest is not read.
     allow: addresses and networks within the host's own that may be reached, such as `127.0.0.1` or
-    `10.0.0.0/8`. All others are refused:
-        loopback, private, link-local with the metadata of clouds, and IPv6 addresses that stand for
-        these. What a name stands for is looked at for each connection.
+        `10.0.0.0/8`. All others are refused: loopback, private, link-local with the metadata of
+        clouds, and IPv6 addresses that stand for these. What a name stands for is looked at for
+        each connection.
     other_origins: whether redirects are followed to another scheme, host or port, without
     `headers`. Those within the origin are.
 

@@ -14,8 +14,7 @@ class PythonTool:
     it failed is the error.
 
     at_once: programs that run at the same time. More wait: their seconds count from when they
-    start, but the limit on a tool call does not
-        stop meanwhile.
+        start, but the limit on a tool call does not stop meanwhile.
 
     An actor refuses the tool with a `ConfigError` where its machine gives a weaker sandbox than
     `limits.sandbox`.

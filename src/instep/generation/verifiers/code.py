@@ -34,16 +34,15 @@ class CodeTests:
 
     The label is a list. A test is `{"input": …, "output": …}`, what the program reads and what it
     must print on stdout, white space apart; or statements such as `assert f(1) == 2`. These run one
-    after the other in a process of their own, which asks the program for
-    the values of its functions: the program has no part in the verdict. So an object of the
-    program's own class equals no plain value there, and adds, subtracts and compares only with
-    others of its kind.
+    after the other in a process of their own, which asks the program for the values of its
+    functions: the program has no part in the verdict. So an object of the program's own class
+    equals no plain value there, and adds, subtracts and compares only with others of its kind.
 
     threshold: a smaller part than this scores 0, and no more tests are run once it cannot be
-    reached. at_once: answers that a
-    `RewardConfig` has judged at the same time. seconds: for all tests of one answer, from the start
-    of its first program; those that are left then fail. Raises `ValueError` for a label that is no
-    such list, `RuntimeError` where the sandbox runs no program at all.
+    reached. at_once: answers that a `RewardConfig` has judged at the same time. seconds: for all
+    tests of one answer, from the start of its first program; those that are left then fail. Raises
+    `ValueError` for a label that is no such list, `RuntimeError` where the sandbox runs no program
+    at all.
     """
 
     def __init__(

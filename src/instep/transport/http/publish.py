@@ -2,8 +2,8 @@
 fetch them in as many pieces as it takes.
 
 The version is copied into the trainer's memory, as for `shm`. Its path is a secret of its own, made
-anew for each version and told in the
-manifest alone. Nothing is encrypted: like `gloo`, it is for networks that are trusted.
+anew for each version and told in the manifest alone. Nothing is encrypted: like `gloo`, it is for
+networks that are trusted.
 """
 
 from __future__ import annotations

@@ -136,9 +136,9 @@ class IpcTransport(Pull):
         yield Beside(self._look_at_sums)
 
     async def _wait_for_sums(self) -> None:
-        """Waits for the sums of what was published. Workers pull nothing before, so an engine
-        that is paused earlier would stand still for as long. Workers wait with a deadline, so this
-        wait may end without the sums."""
+        """Waits for the sums of what was published. Workers pull nothing before, so an engine that
+        is paused earlier would stand still for as long. Workers wait with a deadline, so this wait
+        may end without the sums."""
         assert self.layout is not None
         summed, started = self.layout.exposed.summed, time.monotonic()
         while not summed() and time.monotonic() - started < PATIENCE:  # noqa: ASYNC110 - a GPU sets no event of asyncio

@@ -1,11 +1,10 @@
 """Segments of shared memory, which the trainer's process owns.
 
 A segment is a file in /dev/shm (elsewhere in the temporary directory, mapped the same way). The
-trainer holds a lock on it for as long
-as it lives, and the kernel drops the lock when it dies: so segments of a crashed trainer are told
-from living ones in any container, and `sweep` removes them. When every engine has left a version
-its segment is used again for the next one: its pages are in place already, and at most one copy of
-the model is held.
+trainer holds a lock on it for as long as it lives, and the kernel drops the lock when it dies: so
+segments of a crashed trainer are told from living ones in any container, and `sweep` removes them.
+When every engine has left a version its segment is used again for the next one: its pages are in
+place already, and at most one copy of the model is held.
 """
 
 from __future__ import annotations
