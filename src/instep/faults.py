@@ -9,9 +9,11 @@ from instep.protocol import Fault
 
 
 def fault_of(error: BaseException, otherwise: str) -> Fault:
-    """Describes an error. otherwise: the kind of one that is not instep's."""
+    """Describes an error, by the nearest class that other processes know. otherwise: the kind of
+    one that is not instep's."""
     if isinstance(error, InstepError):
-        fault = Fault(type(error).__name__, str(error.args[0]), error.tensor, vars(error).get("next_step"))
+        kind = next(cls.__name__ for cls in type(error).__mro__ if by_name(cls.__name__) is cls)
+        fault = Fault(kind, str(error.args[0]), error.tensor, vars(error).get("next_step"))
     else:
         fault = Fault(otherwise, f"{type(error).__name__}: {error}")
     return structs.replace(fault, message=fault.message.encode(errors="replace").decode())  # lone surrogates cannot travel

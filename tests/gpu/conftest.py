@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,3 +28,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     model("tiny", 2, "cuda:0").save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def from_disk(checkpoint: Path) -> Iterator[Any]:
+    """What an engine generates that has loaded this checkpoint, with CUDA graphs on."""
+    from gpu_models import PROMPTS, greedy, start, stop_vllm
+
+    llm = start(checkpoint, load_format="auto", enforce_eager=False)
+    yield greedy(llm, PROMPTS)
+    stop_vllm(llm)

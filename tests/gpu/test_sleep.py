@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_models import PROMPTS, folder, generated, greedy, model, start, stop_vllm
+from gpu_models import folder, generated, model, start, stop_vllm
 
 from instep import WeightSync
 from instep.errors import PlanError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
-
-
-@pytest.fixture(scope="module")
-def from_disk(checkpoint: Path) -> Iterator[Any]:
-    llm = start(checkpoint, load_format="auto", enforce_eager=False)
-    yield greedy(llm, PROMPTS)
-    stop_vllm(llm)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,6 @@ from instep.errors import DigestMismatch, EngineDirty
 from instep.transport.ipc.publish import IpcTransport
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'instep[vllm]'")
-
-
-@pytest.fixture(scope="module")
-def from_disk(checkpoint: Path) -> Iterator[Any]:
-    llm = start(checkpoint, load_format="auto", enforce_eager=False)
-    yield greedy(llm, PROMPTS)
-    stop_vllm(llm)
 
 
 @pytest.fixture(scope="module", params=range(2), ids=["one GPU", "two GPUs"])

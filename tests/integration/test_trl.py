@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from engines import SETTINGS
 from http_server import TOKEN, Server
-from trl_trainer import checkpoint
+from trl_trainer import GENERATIONS, STEPS, checkpoint
 
-STEPS, GENERATIONS = 3, 2
 SERVER = {"logprobs_mode": "processed_logprobs", "weight_transfer_config": '{"backend": "nccl"}', "served_model_name": "policy"}
 NATS = 0.02
 """The engine computes in bfloat16, the trainer in float32."""

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import structs
 
 from instep.engine import Engine
-from instep.errors import EngineLost, EngineState, InstepError, Serving, by_name
+from instep.errors import EngineLost, EngineState, InstepError, Serving
+from instep.faults import error_of
 from instep.plan.routes import Plan
 from instep.protocol import AdapterConfig, Identity, Manifest, Method, Reply, Request, Withdrawn, decode, encode, raw
 
@@ -144,5 +145,4 @@ class Known:
         for reply in replies:
             if reply.fault is not None:
                 where = f"{self.name} rank {reply.rank}" if len(replies) > 1 else self.name
-                kind, fault = by_name(reply.fault.kind), reply.fault
-                raise kind(f"{where}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)
+                raise error_of(reply.fault, f"{where}: ")

@@ -107,9 +107,9 @@ class Applier(Ways):
         if in_turn and rehearsed:  # made-up weights: the version's are gone after loading
             self._compare(arrival, scrambled(arrival.listed, self.host.device))
         self.session(tensors)
-        look = self.look() if rehearsed else None
-        if rehearsed and look:
-            self._find_derived(rehearsed.look, look)
+        look = None
+        if rehearsed:
+            self._find_derived(rehearsed.look, look := self.look())
         if not in_turn:
             self._compare(arrival, tensors)
             try_rebuilding(self, tensors, look)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from instep.engine.vllm.peers import rank_of
 from instep.errors import PlanError
 from instep.extras import needed_by
 from instep.receiver import MERGED
@@ -33,7 +34,7 @@ class VllmAdapter(AdapterHost):
 
     def __init__(self, worker: Any, number: int) -> None:
         parallel = worker.vllm_config.parallel_config
-        super().__init__(worker.rank % parallel.world_size, parallel.world_size, str(worker.device))
+        super().__init__(rank_of(worker), parallel.world_size, str(worker.device))
         if (manager := getattr(worker.model_runner, "lora_manager", None)) is None:
             raise PlanError("this vLLM serves no LoRA adapters", next_step=f"start it with enable_lora=True, or {MERGED}")
         if parallel.pipeline_parallel_size > 1:

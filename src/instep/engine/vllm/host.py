@@ -11,6 +11,7 @@ import torch
 
 from instep.engine.vllm.experts import check_experts_stay
 from instep.engine.vllm.layout import laid_out, never_loaded, tensors_put_back
+from instep.engine.vllm.peers import rank_of
 from instep.engine.vllm.repairs import (
     View,
     allow_other_tensors,
@@ -34,7 +35,7 @@ class VllmModel:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.world_size: int = worker.vllm_config.parallel_config.world_size
-        self.rank: int = worker.rank % self.world_size  # in its engine: an external launcher counts over all engines
+        self.rank = rank_of(worker)
         self.device = str(worker.device)
         self.busy = False  # with the model's loader, for a push
         self.views: list[View] = []  # as the last session has found them

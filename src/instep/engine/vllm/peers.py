@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from instep.errors import ApplyError, InstepError, TransportError, by_name
+from instep.errors import ApplyError, InstepError, TransportError
+from instep.faults import error_of, fault_of
 from instep.protocol import Fault
 from instep.receiver.state import Receiver
 
@@ -29,11 +30,18 @@ def receiver_of(worker: Any) -> Receiver | None:
     return receiver
 
 
+def rank_of(worker: Any) -> int:
+    """Returns a worker's rank in its engine: under an external launcher vLLM counts over all
+    engines."""
+    rank: int = worker.rank % worker.vllm_config.parallel_config.world_size
+    return rank
+
+
 def speaks(worker: Any) -> bool:
     """Whether this worker raises the errors of all. Only the last one does, unless each worker
     has a caller of its own."""
     parallel = worker.vllm_config.parallel_config
-    last: bool = worker.rank == parallel.world_size - 1
+    last: bool = rank_of(worker) == parallel.world_size - 1
     return last or parallel.distributed_executor_backend == "external_launcher"
 
 
@@ -60,8 +68,8 @@ class Peers:
         size: int = worker.vllm_config.parallel_config.world_size
         if size == 1:
             return cls(0, 1, None, timeout)
-        first = torch_rank() - worker.rank  # engines that run in parallel may share one store
-        return cls(worker.rank, size, PrefixStore(f"instep {first} {purpose}", default_store()), timeout)
+        first = torch_rank() - rank_of(worker)  # engines that run in parallel may share one store
+        return cls(rank_of(worker), size, PrefixStore(f"instep {first} {purpose}", default_store()), timeout)
 
     def begin(self) -> int:
         """Begins the next series of exchanges, and returns its number. A worker that left the one
@@ -162,12 +170,8 @@ def torch_rank() -> int:
 
 def _text(error: Exception) -> str:
     """Encodes an error as text: what `compare_set` takes."""
-    one = as_instep(error)
-    message = str(one.args[0]).encode(errors="replace").decode()  # a lone surrogate has no place in JSON
-    kind = next(cls.__name__ for cls in type(one).__mro__ if by_name(cls.__name__) is cls)  # one that others know
-    return msgspec.json.encode(Fault(kind, message, one.tensor, vars(one).get("next_step"))).decode()
+    return msgspec.json.encode(fault_of(error, otherwise="ApplyError")).decode()
 
 
 def _error(rank: int, text: str) -> InstepError:
-    fault = msgspec.json.decode(text, type=Fault)
-    return by_name(fault.kind)(f"rank {rank}: {fault.message}", tensor=fault.tensor, next_step=fault.next_step)
+    return error_of(msgspec.json.decode(text, type=Fault), f"rank {rank}: ")
