@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from instep.protocol import TensorMeta
-from instep.receiver import PlainHost
+from instep.receiver import Fill, PlainHost
 from instep.receiver.apply import Applier
 from instep.receiver.arrival import Seen
 from instep.receiver.layout import Layout, shape_only
@@ -82,6 +82,12 @@ class ToyFresh:
 
     def computes(self, layer: str) -> torch.Tensor:
         return self.model.get_submodule(layer).computes()
+
+    def rebuild(self, layer: str, fill: Fill) -> None:
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        pass
 
 
 class ToyHost(PlainHost):

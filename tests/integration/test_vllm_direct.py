@@ -27,12 +27,14 @@ def alike(found: Generated, wanted: Generated) -> bool:
 
 
 def test_promoted_layers_are_copied_straight_into_live_storage(llm: Any, reference: Callable[..., Any]) -> None:
-    """The first push reloads everything; the second copies every layer directly, is read back bit for bit, and moves no address."""
+    """From the first push on, without a reload session: every layer is read back bit for bit, and no address moves."""
     model = tiny("qwen3", 2)
+    before = llm.collective_rpc("addresses")
     with WeightSync(source=model, engines=[llm], canary=PROMPTS[0]) as sync:
-        sync.push("one")
+        (first,) = sync.push("one").engines
+        assert (first.reload, first.initial) == ({}, 0)
+        assert first.compared == len(first.direct) >= 9
         assert alike(greedy(llm, PROMPTS), reference("qwen3", 2))
-        before = llm.collective_rpc("addresses")
         model.load_state_dict(tiny("qwen3", 3).state_dict())
         receipt = sync.push("two")
         assert alike(greedy(llm, PROMPTS), reference("qwen3", 3))

@@ -1,4 +1,4 @@
-"""The first push compares what vLLM's reload leaves with what its initial load makes. A wrong reload is found, a right one passes."""
+"""The first push compares what it brings with what vLLM's initial load makes. A wrong reload is found, or not needed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_wrong_reload_is_named_and_its_engine_refuses_until_it_is_mended(
     from vllm import __version__
 
     llm = served(family)
-    llm.collective_rpc("go_wrong", args=(how,))
+    llm.collective_rpc("go_wrong", args=(how, False))
     with WeightSync(source=tiny(family, 1), engines=[llm]) as sync:
         for attempt in range(2):
             with pytest.raises(ApplyError, match=what) as caught:
@@ -63,7 +63,19 @@ def test_a_wrong_reload_is_named_and_its_engine_refuses_until_it_is_mended(
             assert "DIRTY" in str(caught.value)
         with pytest.raises(EngineDirty):
             greedy(llm, PROMPTS)
-    llm.collective_rpc("go_wrong", args=("",))
+    llm.collective_rpc("go_wrong", args=("", False))
     with WeightSync(source=tiny(family, 3), engines=[llm]) as sync:
         sync.push(f"{how}-mended")
         assert greedy(llm, PROMPTS) == reference(family, 3)
+
+
+def test_a_layer_that_is_decided_before_the_pause_does_not_need_a_right_reload(
+    served: Callable[[str], Any], reference: Callable[..., Any]
+) -> None:
+    llm = served("qwen3_moe")
+    llm.collective_rpc("go_wrong", args=("packed", True))
+    with WeightSync(source=tiny("qwen3_moe", 2), engines=[llm]) as sync:
+        (engine,) = sync.push("without").engines
+    assert "model.layers.1.self_attn.o_proj" in engine.rebuilt
+    assert greedy(llm, PROMPTS) == reference("qwen3_moe", 2)
+    llm.collective_rpc("go_wrong", args=("", True))

@@ -16,10 +16,12 @@ from instep.receiver.kept import Kept
 
 
 class WrongReloadExtension(WorkerExtension):
-    """`go_wrong(how)`: from now on, until `go_wrong("")`. What earlier pushes have proved is forgotten."""
+    """`go_wrong(how)`: from now on, until `go_wrong("")`. What earlier pushes have proved is forgotten. beforehand: whether layers may be
+    decided without a session."""
 
-    def go_wrong(self, how: str) -> None:
-        receiver_for(self).kept = Kept()
+    def go_wrong(self, how: str, beforehand: bool) -> None:
+        receiver: Any = receiver_for(self)
+        receiver.kept, receiver.host.decides_beforehand = Kept(), beforehand
         for one in vars(self).pop("patches", []):
             one.stop()
         vars(self)["patches"] = patches = WAYS[how](self.model_runner.get_model()) if how else []  # type: ignore[attr-defined]

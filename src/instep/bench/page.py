@@ -56,7 +56,7 @@ COLUMNS = """\
 | paused | how long the engine generates nothing |
 | a plain copy, limit | the same bytes at the raw rate of the machine, measured in the same run |
 | rival / push | how many times longer the way takes that this one is compared with |
-| first push | it also traces the loader and proves which layers can be copied directly |
+| first push | it also traces the loader and finds which layers can be copied directly |
 | extra memory | at the peak of a push, beyond what was held before |
 
 """

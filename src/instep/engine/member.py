@@ -136,6 +136,8 @@ class Member(Known):
         config = self.adapter.config if self.adapter else ""
         workers = await self.call("trace", WorkerPlan, TraceRequest(tensors, signature, config))
         self.plan = prove(self.name, tensors, workers, cast=cast, whole=whole)
+        while not all(await self.call("decide", bool)):  # between steps of the engine
+            pass
 
     async def prepare(self, manifest: Manifest, digests: Digests) -> None:
         """Has the workers prepare a version. digests: the trainer's, where the manifest does not

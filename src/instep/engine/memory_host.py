@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from instep.digest import MASK, as_bytes
 from instep.errors import PlanError
-from instep.receiver import MERGED, Host, PlainHost
+from instep.receiver import MERGED, Fill, Host, PlainHost
 from instep.receiver.adapter import AdapterHost, register, slot
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -158,6 +158,12 @@ class MemoryFresh:
 
     def computes(self, layer: str) -> torch.Tensor:
         raise NotImplementedError
+
+    def rebuild(self, layer: str, fill: Fill) -> None:
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        pass
 
 
 class MemoryAdapter(AdapterHost):

@@ -9,7 +9,7 @@ import msgspec
 from instep.protocol.tensors import TensorMeta
 from instep.protocol.version import Manifest
 
-Method = Literal["hello", "trace", "reserve", "prepare", "ready", "commit", "accept", "abort", "status", "digest"]
+Method = Literal["hello", "trace", "decide", "reserve", "prepare", "ready", "commit", "accept", "abort", "status", "digest"]
 State = Literal["serving", "unproved", "dirty"]
 
 

@@ -2,6 +2,7 @@
 engine.
 
     trace.py    runs the engine's own loader over shapes (layout.py), follows what it does (watcher.py) and says where each tensor goes
+    beforehand.py  which layers need no reload session, found in scratch memory while the engine generates
     apply.py    copies regions into live storage, or runs the engine's reload session; which layer takes which way (ways.py), proved
     initial.py  whether a reload session leaves what the engine's initial load makes of the same bytes, compared place by place (alike.py)
     evidence.py what an engine derives from weights: two looks at all that its modules hold (memory.py), a rehearsal between them
@@ -51,6 +52,12 @@ class Fresh(Protocol):
     def computes(self, layer: str) -> torch.Tensor:
         """Returns what `Host.computes` returns, for a loaded layer of this model."""
 
+    def rebuild(self, layer: str, fill: Fill) -> None:
+        """Does what `Host.rebuild` does, to a loaded layer of this model."""
+
+    def refresh(self) -> None:
+        """Does what `Host.refresh` does, to the layers that are loaded."""
+
 
 class Host(Protocol):
     """What a receiver needs of the worker it runs in."""
@@ -95,6 +102,9 @@ class Host(Protocol):
     def software(self) -> str:
         """The engine's software and its version, as text for people."""
 
+    decides_beforehand: bool
+    """Whether second models may be loaded, a few layers at a time, while the engine generates."""
+
     def fresh(self, fill: int) -> Fresh | None:
         """Makes a second model. fill: the byte value of its memory before anything is loaded.
         Returns None where a reload session does all that an initial load does."""
@@ -125,6 +135,7 @@ class PlainHost:
 
     model: torch.nn.Module
     always_reloads: str | None = None
+    decides_beforehand = False
     software: str = "the engine"
 
     def checkpoint_layout(self) -> AbstractContextManager[Layout]:

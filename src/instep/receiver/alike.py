@@ -43,16 +43,29 @@ def differences(live: nn.Module, fresh: nn.Module, unit: Mapping[str, str], stop
     stops: `ids` of the two models, which a caller with many units works out once.
     """
     found, hidden = [], set()
-    for name, known_as in unit.items():
-        one, other = live.get_submodule(known_as), fresh.get_submodule(name)
-        own = other._parameters.keys() | other._buffers.keys()
-        for way, held, value in _pairs(one, other, stops):
-            if isinstance(value, torch.ScriptObject) or (_is_address(value) and not alike(held, value)):
-                hidden.add(known_as)
-            elif _is_value(value) and not alike(held, value):
-                kind = (type(other).__qualname__, way)
-                found.append(Difference(known_as, way, kind, held, _copy(value), way in own and isinstance(value, torch.Tensor)))
+    for name, place in differing(live, fresh, unit, stops):
+        if place is None:
+            hidden.add(unit[name])
+            continue
+        way, held, value = place
+        module = fresh.get_submodule(name)
+        registered = way in module._parameters.keys() | module._buffers.keys() and isinstance(value, torch.Tensor)
+        found.append(Difference(unit[name], way, (type(module).__qualname__, way), held, _copy(value), registered))
     return found, hidden
+
+
+def differing(
+    live: nn.Module, fresh: nn.Module, unit: Mapping[str, str], stops: Container[int]
+) -> Iterator[tuple[str, tuple[str, object, object] | None]]:
+    """Yields each place where modules of two models differ: the module's name in `fresh`, and the
+    attribute path with what both hold there. Yields None instead for a module's state outside of
+    PyTorch, whose address it holds."""
+    for name, known_as in unit.items():
+        for way, held, value in _pairs(live.get_submodule(known_as), fresh.get_submodule(name), stops):
+            if isinstance(value, torch.ScriptObject) or (_is_address(value) and not alike(held, value)):
+                yield name, None
+            elif _is_value(value) and not alike(held, value):
+                yield name, (way, held, value)
 
 
 def other_values(live: nn.Module, other: nn.Module, unit: Mapping[str, str], found: Sequence[Difference]) -> list[object]:

@@ -1,10 +1,11 @@
 """How a prepared version gets into live storage, and which layer takes which way.
 
 *reload*: the engine's own reload session; right for every layer, and slow. *direct*: regions copied
-straight into live storage. Every layer starts on reload. The first commit runs the session twice,
-with made-up weights and then with the version's; what else differs between the two sessions is
-derived from weights. A layer is promoted if it holds none of that, and if the second session has
-changed its live bytes, read back through its routes, into the version's.
+straight into live storage. Every layer starts on reload. Most are promoted before a push pauses
+the engine (`beforehand.py`). For the others the first commit runs the session twice, with made-up
+weights and then with the version's; what else differs between the two sessions is derived from
+weights. A layer is promoted if it holds none of that, and if the second session has changed its
+live bytes, read back through its routes, into the version's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 
 from instep.errors import DigestMismatch
 from instep.protocol import Route, TensorMeta, WorkerPlan
-from instep.receiver import Host
+from instep.receiver import Fill, Host
+from instep.receiver.beforehand import Beforehand
 from instep.receiver.copies import Copies, live_tensors
 from instep.receiver.evidence import Holdings, Place
 from instep.receiver.initial import Compared, compare
@@ -69,7 +71,8 @@ class Applier(Ways):
     """Writes versions into one worker's layers, each in its way.
 
     read: tensors that the last commit read back. derived: places of what follows from weights, by
-    the modules that hold it. compared: the first commit's comparison with an initial load.
+    the modules that hold it. alike: modules that were compared with an initial load before a
+    commit. compared: the first commit's comparison of the others.
     """
 
     def __init__(self, host: Host, plan: WorkerPlan) -> None:
@@ -77,13 +80,36 @@ class Applier(Ways):
         self.host = host
         self.derived: dict[str, list[Place]] = {}
         self.read: set[str] = set()
+        self.alike: set[str] = set()
         self.compared: Compared | None = None
+        self._beforehand: Beforehand | None = None
         self._names = {route.tensor for route in self.plan.routes if route.tensor is not None}
         self._read_names: set[str] | None = None
         self.reloaded = False  # whether the last commit ran a session
         self._copies: Copies | None = None
         self._watch: Copies | None = None
         self._structure: Structure | None = None  # as of the last promotion
+
+    def decide(self, listed: Sequence[TensorMeta]) -> bool:
+        """Finds, without a pause, which layers need no reload session: a part of the model in each
+        call. Returns whether all is found. listed: the tensors that were traced."""
+        if not self.undecided or not self.host.decides_beforehand:
+            return True
+        if self._beforehand is None:
+            self._beforehand = Beforehand(self, listed)
+        return self._beforehand.step()
+
+    def take(self, found: Beforehand) -> None:
+        """Has layers take the ways that were found without a pause."""
+        self.alike = found.alike
+        for layer in found.direct:
+            self.promote(layer)
+        for layer, attributes in found.rebuilt.items():
+            self.reload.pop(layer, None)
+            self.rebuild.add(layer)
+            self.derived[layer] = [(layer, name) for name in attributes]
+        self._remember()
+        self.copies()
 
     def apply(self, arrival: Arrival) -> None:
         """Writes every routed parameter. Raises whatever the engine's loader raises; the worker is
@@ -115,15 +141,20 @@ class Applier(Ways):
             try_rebuilding(self, tensors, look)
         if watched and watched.compared:
             self._read_back(arrival, watched, rehearsed)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Notes which objects the promoted layers hold."""
         if self.promoted != (self._structure.layers.keys() if self._structure else set()):
-            derived = {layer: {_attribute(way) for _, way in self.derived.get(layer, ())} for layer in self.promoted}
+            derived = {layer: [way for _, way in self.derived.get(layer, ())] for layer in self.promoted}
             self._structure = Structure(self.host.model, derived)
 
     def _compare(self, arrival: Arrival, tensors: Tensors) -> None:
         """Compares the model with the engine's initial load, once: later sessions run the same code
         with other weights. tensors: those that the last session was given."""
         if self.compared is None:
-            self.compared = compare(self.host, self.plan, tensors, scrambled(arrival.listed, self.host.device, turn=1))
+            others = scrambled(arrival.listed, self.host.device, turn=1)
+            self.compared = compare(self.host, self.plan, tensors, others, self.alike)
 
     def trusted(self) -> dict[str, str]:
         """Returns layers whose state could not be read back or compared, and why. They hold what
@@ -167,7 +198,7 @@ class Applier(Ways):
 
     def told(self) -> dict[str, Any]:
         """Returns what a `WorkerReceipt` says of the layers."""
-        compared = self.compared.layers & (self.routes.keys() | self.plan.reload_only.keys()) if self.compared else ()
+        compared = (self.alike | (self.compared or Compared()).layers) & (self.routes.keys() | self.plan.reload_only.keys())
         ways = {"direct": sorted(self.direct), "rebuilt": sorted(self.rebuild), "reload": dict(sorted(self.reload.items()))}
         return {**ways, "unproved": self.trusted(), "compared": len(compared)}
 
@@ -183,14 +214,17 @@ class Applier(Ways):
             self.host.refresh()
 
     def rebuild_layer(self, layer: str, tensors: Tensors) -> None:
+        if layer in self.routes:
+            self.host.rebuild(layer, self.filler(layer, tensors))
+
+    def filler(self, layer: str, tensors: Tensors) -> Fill:
         def fill(params: Tensors) -> None:
             named = {route.param: params[route.param.rpartition(".")[2]] for route in self.routes[layer]}
             for param in named.values() if layer in self.plan.unnoticed else ():
                 param.zero_()  # constants and padding: the trace has refused all others
             copy_regions(self.routes[layer], named, tensors)
 
-        if layer in self.routes:
-            self.host.rebuild(layer, fill)
+        return fill
 
     def _wanted(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors that layers on reload read, in the order of the source."""
@@ -214,7 +248,7 @@ class Applier(Ways):
     def look(self) -> Holdings:
         """Records all that the engine's modules hold beside the weights."""
         live = dict(live_tensors(self.host.model))
-        return Holdings(self.host.model, [*(live[name] for name in {route.param for route in self.plan.routes}), *self.host.filled()])
+        return Holdings(self.host.model, [*(live[name] for name in self.params), *self.host.filled()])
 
     def _rehearse(self, arrival: Arrival, watched: Copies) -> Rehearsed | None:
         """Runs a reload session with made-up weights. Returns None, and leaves every layer on
@@ -264,8 +298,3 @@ class Applier(Ways):
             else:
                 self.promote(layer)
         self.read = {route.tensor for route in routes if route.tensor and layer_of(route.param) in self.comparable & self.reload.keys()}
-
-
-def _attribute(way: str) -> str:
-    """Returns the first attribute of a path."""
-    return way.partition(".")[0].partition("[")[0]

@@ -10,8 +10,7 @@ a few layers at a time, into memory of its own, and compared with the live one.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -22,7 +21,7 @@ from instep.protocol import WorkerPlan
 from instep.receiver import Fresh, Host
 from instep.receiver.alike import Difference, Kind, alike, differences, ids, is_undetermined, other_values
 from instep.receiver.regions import Tensors, offered
-from instep.receiver.watcher import layer_of
+from instep.receiver.ways import reads
 
 COMPUTES = "what it computes"
 NEXT = (
@@ -41,32 +40,26 @@ class Compared:
     seconds: float = 0.0
 
 
-def compare(host: Host, plan: WorkerPlan, tensors: Tensors, others: Tensors) -> Compared:
+def compare(host: Host, plan: WorkerPlan, tensors: Tensors, others: Tensors, known: Collection[str] = ()) -> Compared:
     """Compares what a reload session has left in `host` with what the engine's initial load makes
     of the same weights.
 
     tensors: those that the session was given last. others: tensors of the same names and shapes
-    that differ from them in every element.
+    that differ from them in every element. known: modules that were compared before.
 
     Raises `ApplyError`, naming the first layer that differs, what of it, and the engine's software.
     Nothing live is written.
     """
     started = time.perf_counter()
-    found = _Comparison(host, plan, tensors, others).run()
+    found = _Comparison(host, plan, tensors, others, known).run()
     return Compared(found.layers, found.unproved, time.perf_counter() - started)
 
 
 class _Comparison:
-    def __init__(self, host: Host, plan: WorkerPlan, tensors: Tensors, others: Tensors) -> None:
-        self.host, self.plan, self.tensors, self.others = host, plan, tensors, others
-        self.layers = {param.layer for param in plan.params} | plan.reload_only.keys()
-        self.reads: dict[str, set[str]] = defaultdict(set)  # tensors by layer
-        for route in plan.routes:
-            if route.tensor is not None:
-                self.reads[layer_of(route.param)].add(route.tensor)
-        for name, layers in plan.feeds.items():
-            for layer in layers:
-                self.reads[layer].add(name)
+    def __init__(self, host: Host, plan: WorkerPlan, tensors: Tensors, others: Tensors, known: Collection[str]) -> None:
+        self.host, self.plan, self.tensors, self.others, self.known = host, plan, tensors, others, known
+        self.layers = ({param.layer for param in plan.params} | plan.reload_only.keys()) - {*known}
+        self.reads = reads(plan)
         self.same: set[str] = set()
         self.unproved: dict[str, str] = {}
         self.wrong: dict[str, str] = {}  # the wrong attribute of each layer
@@ -85,6 +78,8 @@ class _Comparison:
         self.stops = ids(self.host.model, fresh.model)
         again: list[Fresh] = []  # two more, made when something differs
         for unit in fresh.units():  # all, even after a difference: loads may be collective
+            if all(layer in self.known for layer in unit.values()):
+                continue
             try:
                 self._compare(fresh, unit, again)
             except Exception as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from instep.protocol import Region
+from instep.receiver import Fresh, Host
 from instep.receiver.lazy import Lazy
 from instep.receiver.regions import Tensors
 from instep.receiver.ways import DERIVED
@@ -25,21 +26,21 @@ def try_rebuilding(applier: Applier, tensors: Tensors, look: Holdings | None) ->
     Each layer is rebuilt from zeros first, which must change all that was found to be derived.
     Otherwise a rebuild that does nothing, or forgets something, would pass.
     """
-    candidates = [layer for layer, reason in applier.reload.items() if reason.endswith(DERIVED) and _rebuildable(applier, layer)]
+    candidates = [layer for layer, reason in applier.reload.items() if reason.endswith(DERIVED) and rebuildable(applier, layer)]
     if not candidates:
         return
     trial = _Trial(candidates)
-    made, before = look or applier.look(), {layer: _computes(applier, layer) for layer in candidates}
+    made, before = look or applier.look(), {layer: output(applier.host, layer) for layer in candidates}
     trial.fail("it cannot be run alone", [layer for layer in candidates if before[layer] is None])
     trial.rebuild(applier, Lazy(tensors, torch.zeros_like))
     of_zeros = applier.look()
     for layer in trial.left():
         if stuck := [place[1] for place in applier.derived[layer] if not of_zeros.followed(made, place)]:
             trial.fail(f"{min(stuck)} stays as it is when the layer is rebuilt from zeros", [layer])
-    unmoved = [layer for layer in trial.left() if _equal(before[layer], _computes(applier, layer))]
+    unmoved = [layer for layer in trial.left() if equal(before[layer], output(applier.host, layer))]
     trial.fail("it computes the same when it is rebuilt from zeros", unmoved)
     trial.rebuild(applier, tensors)
-    different = [layer for layer in trial.left() if not _equal(before[layer], _computes(applier, layer))]
+    different = [layer for layer in trial.left() if not equal(before[layer], output(applier.host, layer))]
     trial.fail("it does not compute the same when it is rebuilt", different)
     if trial.failed:  # the session's result is right: restore it
         for layer in trial.failed.keys() & applier.routes.keys():  # a layer without routes keeps its reason
@@ -73,7 +74,7 @@ class _Trial:
         applier.host.refresh()
 
 
-def _rebuildable(applier: Applier, layer: str) -> bool:
+def rebuildable(applier: Applier, layer: str) -> bool:
     """Whether routes alone fill the layer, without padding or constants. A layer without routes is
     tied to another one, which is rebuilt."""
     params = [param for param in applier.plan.params if param.layer == layer and not (param.buffer and param.spare)]
@@ -82,13 +83,13 @@ def _rebuildable(applier: Applier, layer: str) -> bool:
     return applier.host.rebuilds(layer) and routed == needed and not any(param.spare for param in params if layer in applier.routes)
 
 
-def _computes(applier: Applier, layer: str) -> torch.Tensor | None:
-    """Returns the layer's output, or None where the layer cannot run."""
+def output(model: Host | Fresh, layer: str) -> torch.Tensor | None:
+    """Returns a layer's output for a fixed input, or None where the layer cannot run."""
     try:
-        return applier.host.computes(layer)
+        return model.computes(layer)
     except Exception:
         return None
 
 
-def _equal(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+def equal(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     return before is not None and now is not None and torch.equal(before, now)

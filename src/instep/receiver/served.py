@@ -63,7 +63,7 @@ class Serves:
     def check_awake(self, method: str) -> None:
         """Raises `PlanError` for a call that leads to a commit while the weights cannot be
         written."""
-        if self.asleep is not None and method in ("trace", "prepare", "commit"):
+        if self.asleep is not None and method in ("trace", "decide", "prepare", "commit"):
             raise PlanError(self.asleep, next_step="wake the engine first (vLLM: wake_up()), then push")
 
     def accept(self, request: Request) -> None:

@@ -61,7 +61,7 @@ from instep.transport.reader import Reader, Visible, WorkerContext
 from instep.transport.registry import open_location
 
 METHODS = get_args(Method)
-WRITES = ("trace", "reserve", "prepare", "commit", "accept")
+WRITES = ("trace", "decide", "reserve", "prepare", "commit", "accept")
 RESERVED = 60.0  # seconds of a lease whose trainer has given none
 
 
@@ -153,6 +153,11 @@ class Receiver(Serves):
         self.applier, self.signature = self.kept.applier(self.host, wanted.signature, plan), wanted.signature
         self.expected, self.lists = Expected(wanted.tensors), Lists(wanted.signature, wanted.tensors)
         return plan
+
+    def decide(self, request: Request) -> bool:
+        """Looks at a part of the model (see `beforehand.py`). Returns whether all was looked at."""
+        self.lease.check(time.monotonic(), request.session)
+        return self.applier is None or self.state != "serving" or self.applier.decide(self.expected.tensors)
 
     def reserve(self, request: Request) -> None:
         """Takes the lease before the pause for a commit that also prepares its version."""

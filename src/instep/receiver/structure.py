@@ -13,12 +13,12 @@ from instep.receiver.evidence import is_followed
 class Structure:
     """The modules of a model, and the objects that some layers hold.
 
-    layers: the layers whose objects count, each with the names of attributes to skip.
+    layers: the layers whose objects count, each with the paths of attributes to skip.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Iterable[str]]) -> None:
         self.model, self.modules = model, dict(model.named_modules())
-        self.layers = {layer: frozenset(names) for layer, names in layers.items()}
+        self.layers = {layer: frozenset(map(_first, ways)) for layer, ways in layers.items()}
         self.objects = {layer: self._objects(layer) for layer in layers}
 
     def stays(self, model: nn.Module) -> bool:
@@ -34,3 +34,8 @@ class Structure:
 
 def _same(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
     return before.keys() == now.keys() and all(now[name] is value for name, value in before.items())
+
+
+def _first(way: str) -> str:
+    """Returns the first attribute of a path."""
+    return way.partition(".")[0].partition("[")[0]

@@ -13,12 +13,24 @@ UNTOUCHED = "the reload session left its weights as they were when it was given 
 DERIVED = " is derived from weights"
 
 
+def reads(plan: WorkerPlan) -> dict[str, set[str]]:
+    """Returns the names of the checkpoint tensors that each layer reads."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for route in plan.routes:
+        if route.tensor is not None:
+            found[layer_of(route.param)].add(route.tensor)
+    for name, layers in plan.feeds.items():
+        for layer in layers:
+            found[layer].add(name)
+    return found
+
+
 class Ways:
     """The ways of one worker's layers. A layer leaves `reload` once, and does not come back.
 
     direct: layers that are copied. rebuild: layers that are made anew from copied regions. reload:
     the others, each with the reason. unproved: layers on reload that cannot be read back, and why.
-    comparable: layers that can. routes: those of each layer.
+    comparable: layers that can. routes: those of each layer. params: all that they fill.
     """
 
     def __init__(self, plan: WorkerPlan, always_reloads: str | None) -> None:
@@ -26,6 +38,7 @@ class Ways:
         self.routes: dict[str, list[Route]] = defaultdict(list)
         for route in plan.routes:
             self.routes[layer_of(route.param)].append(route)
+        self.params = {route.param for route in plan.routes}
         self.direct: set[str] = set()
         self.rebuild: set[str] = set()
         layers = self.routes.keys() | plan.reload_only.keys()

@@ -25,7 +25,7 @@ from instep.errors import ConfigError, EngineLost
 from instep.extras import needed_by
 from instep.protocol import decode, encode
 
-REPEATABLE = ("hello", "trace", "prepare", "ready", "accept", "status", "abort", "digest")
+REPEATABLE = ("hello", "trace", "decide", "prepare", "ready", "accept", "status", "abort", "digest")
 """What may be done twice. Anything else is sent again only to ask what came of it: the server then
 runs nothing that it has not seen."""
 ASKING = ("hello", "status", "score")

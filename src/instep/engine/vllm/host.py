@@ -31,6 +31,7 @@ class VllmModel:
     """The model of one vLLM worker: its loader, its reload session and its layers."""
 
     always_reloads: str | None = None
+    decides_beforehand = True
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -83,7 +84,7 @@ class VllmModel:
                     get_info(layer).reset()
                 raise
             on_failure.forget()
-            refresh_tied(model)
+            refresh_tied(model.modules())
         if hasattr(self.worker.model_runner, "reset_lora_state"):
             self.worker.model_runner.reset_lora_state()
 
@@ -147,7 +148,7 @@ class VllmModel:
 
     def refresh(self) -> None:
         with self._context():
-            refresh_tied(self.model)
+            refresh_tied(self.model.modules())
 
     def adapter(self, number: int) -> Host:
         from instep.engine.vllm.adapter import VllmAdapter

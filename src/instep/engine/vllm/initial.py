@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from instep.engine.vllm.host import VllmModel
+from instep.engine.vllm.repairs import refresh_tied
 
 LARGE = {torch.empty: 1 << 12} | dict.fromkeys((torch.zeros, torch.ones, torch.full, torch.rand, torch.randn), 1 << 20)
 """Elements of what gets no memory. What is smaller has it at once: vLLM writes marks into some of
@@ -31,7 +32,8 @@ class VllmFresh(VllmModel):
     """A second model of a vLLM worker. fill: the byte that fills memory before it is loaded."""
 
     def __init__(self, host: VllmModel, fill: int) -> None:
-        self.live, self.device, self.fill, self.busy = host.model, host.device, fill, False
+        self.live, self.device, self.fill, self.busy, self.views = host.model, host.device, fill, False, []
+        self._loaded: Mapping[str, str] = {}
         self.worker = SimpleNamespace(vllm_config=_config(host.worker.vllm_config))
         self.model_config = host.worker.model_runner.model_config
         self._built = self._build()
@@ -89,6 +91,7 @@ class VllmFresh(VllmModel):
     def loading(self, unit: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+        self._loaded = unit
         before = [_Before(self._modules[name], self.live.get_submodule(known_as)) for name, known_as in unit.items()]
         try:
             with self._context():
@@ -101,6 +104,10 @@ class VllmFresh(VllmModel):
         finally:
             for one in before:
                 one.restore()
+
+    def refresh(self) -> None:
+        with self._context():
+            refresh_tied(self._modules[name] for name in self._loaded)
 
     def _alone(self, unit: Mapping[str, str]) -> nn.Module:
         """Returns a model with only this unit's blocks. A module with blocks below it is none,

@@ -169,14 +169,14 @@ def _fits(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
     return expected is None or (buffer.shape, buffer.dtype) == (expected.shape, expected.dtype)
 
 
-def refresh_tied(model: nn.Module) -> None:
-    """Makes layers that share another layer's tensor process it again.
+def refresh_tied(layers: Iterable[nn.Module]) -> None:
+    """Makes those layers that share another layer's tensor process it again.
 
     vLLM's reload handles a tied tensor through one of its layers; on the CPU the other (lm_head)
     keeps a packed copy of the old weights.
     """
     first: dict[int, torch.nn.Module] = {}
-    for layer in model.modules():
+    for layer in layers:
         weight = layer._parameters.get("weight")
         if weight is None or first.setdefault(id(weight), layer) is layer:
             continue
