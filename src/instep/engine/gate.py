@@ -40,6 +40,11 @@ class Gate:
     def paused(self) -> bool:
         return self._paused_by is not None
 
+    @property
+    def empty(self) -> bool:
+        """Whether a pause keeps forwards out, and all that had begun are over."""
+        return self.paused and not self._inside
+
     @contextmanager
     def passing(self, name: str, patience: float) -> Iterator[None]:
         """Lets a forward of the engine `name` through.

@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Literal, get_args
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,10 +31,10 @@ from instep.engine import CachePolicy
 from instep.engine.gate import CHANGING, Gate
 from instep.engine.memory_host import MemoryHost
 from instep.errors import ConfigError, EngineLost
-from instep.protocol import Manifest, Method
+from instep.protocol import Manifest, Method, Request, decode
 from instep.receiver.state import Receiver
 from instep.transport.reader import Reader, WorkerContext
-from instep.transport.registry import open_location
+from instep.transport.registry import brief, open_location
 
 Point = Literal["hello", "trace", "prepare", "ready", "tensor", "commit", "digest", "label", "pause", "resume", "abort"]
 Kind = Literal["error", "hang", "die"]
@@ -41,14 +42,51 @@ Kind = Literal["error", "hang", "die"]
 HELD = 60.0
 """Seconds for which `generate` waits for a push to end."""
 
-
 ANSWERED: tuple[Method, ...] = ("hello", "status", "ready", "reserve", "accept")
 """What a worker answers from what it knows."""
 
+FEW = 256
+"""Tensors up to which a small version is opened and copied in the thread that asks: threads of
+many engines would wait for each other's turn to run Python."""
 
 THREADS = 8
 """The most of them for workers of all engines: more would wait for each other, as Python runs one
 at a time."""
+
+
+class _Location(msgspec.Struct):
+    transport: str
+    nbytes: int
+
+
+class _Manifest(msgspec.Struct):
+    location: _Location
+
+
+class _Prepare(msgspec.Struct):
+    """What a `PrepareRequest` says of where the bytes lie."""
+
+    manifest: _Manifest
+
+
+def _few(worker: Receiver) -> bool:
+    return len(worker.expected.tensors) <= FEW
+
+
+def _opens(payload: bytes) -> bool:
+    """Whether the version of a request to prepare is opened in less time than a thread takes."""
+    try:
+        location = decode(decode(payload, Request).body, _Prepare).manifest.location
+    except msgspec.DecodeError:
+        return False  # the worker says what is wrong
+    return brief(location.transport, location.nbytes)
+
+
+def _copies(worker: Receiver) -> bool:
+    """Whether a commit copies a small version, and runs nothing of the engine's own."""
+    prepared, applier = worker.prepared, worker.applier
+    small = prepared is not None and prepared.reader.at_once and _few(worker)
+    return small and worker.state == "serving" and applier is not None and not (applier.reload or applier.rebuild)
 
 
 @cache
@@ -147,7 +185,7 @@ class MemoryEngine:
         await self._point(method)
         loop = asyncio.get_running_loop()
         workers = list(zip(self._busy, self.receivers, strict=True))
-        if self._at_once(method):
+        if self._at_once(method, payload):
             return [self._handle(turn, worker, method, payload) for turn, worker in workers]
         calls = [loop.run_in_executor(_threads(), self._handle, turn, worker, method, payload) for turn, worker in workers]
         replies = [await call for call in calls]
@@ -156,11 +194,16 @@ class MemoryEngine:
                 host.fail_at, host.failed = None, False
         return replies
 
-    def _at_once(self, method: Method) -> bool:
+    def _at_once(self, method: Method, payload: bytes) -> bool:
         """Whether a call takes less time than a thread takes to begin with it. To give up a version
         that is prepared may take longer: a thread reads it."""
-        idle = not any(turn.locked() for turn in self._busy)
-        return idle and (method in ANSWERED or (method == "abort" and not any(worker.prepared for worker in self.receivers)))
+        if any(turn.locked() for turn in self._busy):
+            return False
+        if method == "prepare":
+            return all(map(_few, self.receivers)) and _opens(payload)
+        if method == "commit":
+            return self._gate.empty and all(map(_copies, self.receivers))
+        return method in ANSWERED or (method == "abort" and not any(worker.prepared for worker in self.receivers))
 
     def _handle(self, turn: threading.Lock, receiver: Receiver, method: Method, payload: bytes) -> bytes:
         with turn, self._gate.changing() if method in CHANGING else nullcontext():

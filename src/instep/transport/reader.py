@@ -38,6 +38,12 @@ class Reader(ABC):
     at_once = False
     """Whether `arrive` takes less time than a thread takes to start."""
 
+    @staticmethod
+    def brief(nbytes: int) -> bool:  # noqa: ARG004
+        """Whether a version of `nbytes` bytes is opened, and sums itself up, in less time than a
+        thread takes to start."""
+        return False
+
     split = False
     """Whether `arrive` looks at this worker's share alone, and takes the other bytes for zeros."""
 

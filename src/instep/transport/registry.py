@@ -22,19 +22,26 @@ from instep.transport.shm.read import ShmReader
 
 class Ends(NamedTuple):
     """Both ends of a transport. publish: makes the trainer's end, from the seconds that it may
-    wait. read: opens a version in a worker."""
+    wait. read: opens a version in a worker. brief: see `Reader.brief`."""
 
     publish: Callable[[float], Transport]
     read: Callable[[Manifest, WorkerContext], Reader]
+    brief: Callable[[int], bool] = Reader.brief
 
 
 TRANSPORTS = {
     "ipc": Ends(lambda _: IpcTransport(), IpcReader),
     "nccl": Ends(lambda timeout: BroadcastTransport("nccl", timeout), StreamReader),
-    "shm": Ends(lambda _: ShmTransport(), ShmReader),
+    "shm": Ends(lambda _: ShmTransport(), ShmReader, ShmReader.brief),
     "gloo": Ends(lambda timeout: BroadcastTransport("gloo", timeout), StagedReader),
     "http": Ends(lambda _: HttpTransport(), HttpReader),
 }
+
+
+def brief(transport: str, nbytes: int) -> bool:
+    """Whether `open_location` and the sums of a version take less time than a thread takes to
+    start. transport, nbytes: of its location."""
+    return transport in TRANSPORTS and TRANSPORTS[transport].brief(nbytes)
 
 
 def open_location(manifest: Manifest, me: WorkerContext) -> Reader:

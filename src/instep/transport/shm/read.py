@@ -20,7 +20,7 @@ class ShmReader(Mapped):
 
     def __init__(self, manifest: Manifest, me: WorkerContext) -> None:
         location, self.share, self.split = manifest.location, me.share, me.share[1] > 1
-        self.at_once = location.nbytes <= AT_ONCE
+        self.at_once = self.brief(location.nbytes)
         if not segment.NAME.fullmatch(location.address):
             raise TransportError(f"{location.address!r} is not a segment's name")
         try:
@@ -37,6 +37,10 @@ class ShmReader(Mapped):
             super().__init__(manifest, file)
         finally:
             os.close(file)
+
+    @staticmethod
+    def brief(nbytes: int) -> bool:
+        return nbytes <= AT_ONCE
 
     def arrive(self, _: list[TensorMeta]) -> dict[str, int]:
         """Sums up this worker's share of the bytes. Workers of one engine map the same pages, so
