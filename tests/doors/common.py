@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import sys
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 import torch
-from engines import ARGUMENTS, greedy, start
+from engines import greedy, start
 from models import PROMPTS, tiny
 
-NATS = 0.02
 STEPS = 3
 
 
@@ -65,6 +63,3 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-__all__ = ["ARGUMENTS", "NATS", "PROMPTS", "STEPS", "Trainer", "asyncio", "engine", "free_port", "look", "tiny"]

@@ -7,6 +7,7 @@ writes FOLDER/seen.json: what was seen after each of three steps, and after an u
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common import STEPS, Trainer, asyncio, engine, look
+from common import STEPS, Trainer, engine, look
 
 from instep.bench.subjects import stop_vllm
 
@@ -57,12 +58,11 @@ def main(folder: Path, kind: str) -> None:
         error = update(llm, trainer.pairs(without="model.layers.1.mlp.up_proj.weight"))
         seen["incomplete"] = {"error": error, "kept": look(llm, trainer)["tokens"] == served}
         seen["healed"] = {"error": update(llm, trainer.pairs()), **look(llm, trainer)}
-    except Exception as error:
-        seen["died"] = f"{type(error).__name__}: {error}"
-    if kind == "instep":
-        seen["status"] = llm.collective_rpc("instep_status")
-    (folder / "seen.json").write_text(json.dumps(seen, indent=1))
-    stop_vllm(llm)
+        if kind == "instep":
+            seen["status"] = llm.collective_rpc("instep_status")
+    finally:
+        (folder / "seen.json").write_text(json.dumps(seen, indent=1))
+        stop_vllm(llm)
 
 
 if __name__ == "__main__":

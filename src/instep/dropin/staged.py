@@ -62,22 +62,22 @@ class StagedExtension(RoundsExtension):
 
     instep_cast = True
 
-    def instep_stage(self, receive: Callable[[StagedModel], bool], unfit: Exception | None = None) -> WorkerReceipt | None:
-        """Has `receive` fill a model, and commits what came. Returns None without a commit where it
-        says that there is nothing to commit.
+    def instep_stage(self, receive: Callable[[StagedModel], object], unfit: Exception | None = None) -> WorkerReceipt:
+        """Has `receive` fill a model, and commits what came.
 
-        Old weights serve on where it raises, and where `Rounds.finish` does.
+        unfit: see `StagedModel`. Raises `PlanError` for an update without any tensor, and whatever
+        `receive` and `Rounds.finish` raise. Then old weights serve on, unless the engine is dirty.
         """
         rounds = rounds_of(self)
         rounds.begin()
         try:
-            commits = receive(StagedModel(rounds, unfit))
-            if commits and not rounds.now.names:
+            receive(StagedModel(rounds, unfit))
+            if not rounds.now.names:
                 raise PlanError("an update came without any tensor", next_step="send all tensors of the checkpoint that the engine loads")
         except Exception as error:
             rounds.drop(error)
             raise
-        return rounds.finish() if commits else None
+        return rounds.finish()
 
 
 class StagedWorker:

@@ -17,10 +17,6 @@ from instep.dropin.staged import Pair, StagedExtension, StagedModel
 from instep.errors import ConfigError, TransportError
 from instep.protocol import WorkerReceipt
 
-PUSHED = "instep.pushed"
-"""The name of the one tensor of an update whose weights a push has brought (see
-`verl_engine.py`)."""
-
 
 class Updates(StagedExtension):
     """The part of the extension that is not verl's."""
@@ -38,17 +34,12 @@ class Updates(StagedExtension):
         if peft_config and base_sync_done:
             super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)  # type: ignore[misc]
             return None
-        pushed: list[str] = []
 
-        def receive(model: StagedModel) -> bool:
+        def receive(model: StagedModel) -> None:
             def bucket(weights: list[Pair], is_last: bool) -> None:  # noqa: ARG001
-                if [name for name, _ in weights] == [PUSHED] and not model.rounds.now.names:
-                    pushed.append(PUSHED)
-                else:
-                    model.load_weights(_named(self, weights) if peft_config else weights)
+                model.load_weights(_named(self, weights) if peft_config else weights)
 
             _receive(self, bucket, use_shm)
-            return not pushed
 
         return self.instep_stage(receive, _unfit(self))
 
