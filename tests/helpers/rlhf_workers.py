@@ -22,7 +22,9 @@ from instep.receiver.state import Receiver
 CPU = torch.device("cpu")
 
 
-class Worker(WorkerExtension, ColocateWorkerExtension):
+class Bare:
+    """What the extensions use of vLLM's worker."""
+
     device = CPU
 
     def __init__(self, host: Any, size: int, store: Any) -> None:
@@ -40,14 +42,17 @@ class Worker(WorkerExtension, ColocateWorkerExtension):
         self.steps += 1
 
 
+class Worker(Bare, WorkerExtension, ColocateWorkerExtension): ...
+
+
 class Engine:
     """Serves `attention(1)` at first."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, kind: type[Any] = Worker) -> None:
         self.memory = MemoryEngine(attention(1), tp=size)
         store = HashStore()
-        self.workers = [Worker(host, size, store) for host in self.memory.hosts]
-        self.call = Executor(self.workers).call  # type: ignore[arg-type]
+        self.workers = [kind(host, size, store) for host in self.memory.hosts]
+        self.call = Executor(self.workers).call
 
     def starts(self, method: str, *args: Any) -> Any:
         return in_thread(lambda: self.call(method, *args))

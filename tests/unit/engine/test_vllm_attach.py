@@ -28,7 +28,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
             self.rank = rank
 
     module: Any = ModuleType("vllm.v1.worker.worker_base")
-    module.WorkerBase = WorkerBase
+    module.WorkerBase, module.resolve_obj_by_qualname = WorkerBase, lambda name: f"what {name} names"
     for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -44,6 +44,15 @@ def test_every_worker_answers_where_the_variable_asks_for_it(base: type[Any], mo
     assert [getattr(worker, name).__self__ for name in attach.CALLS] == [worker] * 2
     assert not any(hasattr(type(worker), name) for name in attach.CALLS), "vLLM refuses an extension whose names its class has"
     assert reaches_workers(CONFIG)
+
+
+@pytest.mark.usefixtures("base")
+def test_extensions_of_other_projects_give_their_place_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTACH, "1")
+    plugin.register()
+    resolve = sys.modules["vllm.v1.worker.worker_base"].resolve_obj_by_qualname
+    assert resolve("openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap") == "what instep.integrations.openrlhf.WorkerWrap names"
+    assert resolve("their.Extension") == "what their.Extension names"
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])

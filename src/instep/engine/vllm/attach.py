@@ -4,6 +4,8 @@ for it, and where the worker runs in this process.
 A framework that starts vLLM by itself may have no setting for an extension, or one of its own in
 that place. Each worker object gets the calls, when it is made or later. No class of vLLM is changed
 but for its `__init__`, so vLLM's check for names that an extension has too finds nothing.
+
+An extension that `instep.integrations` knows gives its place to instep's, which has its methods.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ CALLS = ("instep_call", "instep_status")
 
 def attach_to_workers() -> None:
     """Has every worker that this process makes answer instep's calls. May be repeated."""
-    from vllm.v1.worker.worker_base import WorkerBase
+    from vllm.v1.worker import worker_base
 
-    make: Any = WorkerBase.__init__
+    make: Any = worker_base.WorkerBase.__init__
     if hasattr(make, "__wrapped__"):
         return
 
@@ -31,7 +33,20 @@ def attach_to_workers() -> None:
         make(self, *args, **kwargs)
         attach(self)
 
-    WorkerBase.__init__ = __init__
+    worker_base.WorkerBase.__init__ = __init__
+    _replace_extensions(worker_base)
+
+
+def _replace_extensions(worker_base: Any) -> None:
+    """Has vLLM find instep's extensions by the names of those that they replace."""
+    resolve = worker_base.resolve_obj_by_qualname
+
+    @wraps(resolve)
+    def resolve_obj_by_qualname(qualname: str) -> Any:
+        known: dict[str, str] = pkgutil.resolve_name("instep.integrations:EXTENSIONS")  # by name: it stands above this file
+        return resolve(known.get(qualname, qualname))
+
+    worker_base.resolve_obj_by_qualname = resolve_obj_by_qualname
 
 
 def attach(worker: Any) -> None:
