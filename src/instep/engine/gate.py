@@ -17,7 +17,8 @@ from instep.errors import EngineDirty
 from instep.protocol import Method
 
 CHANGING: tuple[Method, ...] = ("trace", "decide", "commit", "digest")
-"""What a worker does to its live tensors, or while nobody may: `trace` and `decide` run without a pause."""
+"""What a worker does to its live tensors, or while nobody may: `trace` and `decide` run without a
+pause."""
 LOOK = 0.001  # seconds between two looks for forwards that have begun before a pause
 
 
