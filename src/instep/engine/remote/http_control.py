@@ -108,7 +108,7 @@ class Served:
         if method == "call":
             inner = _well_formed(arguments[1], Request)
             body = _well_formed(inner.body, BODIES.get(arguments[0], Any))
-            if isinstance(body, TraceRequest):
+            if isinstance(body, TraceRequest) or arguments[0] == "decide":
                 seconds = LONG  # nothing is paused, and the trainer has a deadline of its own
             elif isinstance(body, PrepareRequest):
                 seconds = min(max(SHORT, body.timeout), LONG)  # a trainer that is silent for longer has left
