@@ -72,10 +72,10 @@ def test_a_wrong_reload_is_named_and_its_engine_refuses_until_it_is_mended(
 def test_a_layer_that_is_decided_before_the_pause_does_not_need_a_right_reload(
     served: Callable[[str], Any], reference: Callable[..., Any]
 ) -> None:
-    llm = served("qwen3_moe")
+    llm = served("qwen3")
     llm.collective_rpc("go_wrong", args=("packed", True))
-    with WeightSync(source=tiny("qwen3_moe", 2), engines=[llm]) as sync:
+    with WeightSync(source=tiny("qwen3", 2), engines=[llm]) as sync:
         (engine,) = sync.push("without").engines
     assert "model.layers.1.self_attn.o_proj" in engine.rebuilt
-    assert greedy(llm, PROMPTS) == reference("qwen3_moe", 2)
+    assert greedy(llm, PROMPTS) == reference("qwen3", 2)
     llm.collective_rpc("go_wrong", args=("", True))

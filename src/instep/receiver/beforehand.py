@@ -12,7 +12,7 @@ What this cannot decide, a reload session decides within the first commit (see `
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from instep.protocol import Route, TensorMeta
 from instep.receiver import Fresh
 from instep.receiver.alike import differing, ids
+from instep.receiver.lazy import Lazy
 from instep.receiver.memory import Memory, extent
 from instep.receiver.rebuilt import equal, output, rebuildable
 from instep.receiver.regions import Tensors, copy_regions, fits, offered
@@ -42,7 +43,7 @@ class Beforehand:
 
     direct: layers that copies serve. rebuilt: layers that a rebuild serves, each with the names of
     the attributes that it replaces. alike: all modules that are as an initial load leaves them.
-    sure: whether nothing else in the model follows from the weights of those layers.
+    sure: whether it is known of all other state that it follows from other weights, or from none.
     """
 
     def __init__(self, applier: Applier, listed: Sequence[TensorMeta]) -> None:
@@ -72,29 +73,45 @@ class Beforehand:
                 return
             models.append(fresh)
             yield False
+        self.filled = _Part(self.host.filled())
         self.stops = ids(self.host.model, *(fresh.model for fresh in models))
         for unit in models[1].units():
             try:
                 self._look(unit, *models)
-            except Exception:  # a module of this unit may follow from the weights of any other
+            except Exception:  # state of this unit may follow from the weights of another
                 self.sure = False
             yield False
         if self.sure:
             self.applier.take(self)
 
     def _look(self, unit: Mapping[str, str], first: Fresh, second: Fresh) -> None:
-        routed = self.applier.routes.keys()
         with first.loading(unit, self._wanted(unit, self.old)), second.loading(unit, self._wanted(unit, self.new)):
             derived, other = self._derived(unit, first, second)
             layers = {layer for layer in unit.values() if self.applier.reload.get(layer, UNDECIDED) == UNDECIDED} - other
             packed = {layer for layer in layers & derived.keys() if rebuildable(self.applier, layer)}
-            direct = layers & routed - derived.keys()
+            direct = layers & self.applier.routes.keys() - derived.keys()
             replaced, wrong = self._push(unit, first, second, direct, packed)
-        follows = (derived.keys() - packed) | wrong
-        self.direct |= direct - wrong
-        self.rebuilt |= {layer: replaced[layer] for layer in packed - wrong}
-        self.alike |= set(unit.values()) - follows - other
-        self.sure &= not follows - routed - self.applier.reload.keys()
+        left = (derived.keys() - packed) | wrong
+        found = (direct | packed) - wrong
+        hidden = {layer for layer in left if None in derived.get(layer, ())}
+        if left and found and not self._apart(unit, first, second, found, left, hidden):
+            return
+        self.direct |= found - packed
+        self.rebuilt |= {layer: replaced[layer] for layer in found & packed}
+        self.alike |= set(unit.values()) - left - other
+
+    def _apart(
+        self, unit: Mapping[str, str], first: Fresh, second: Fresh, found: Collection[str], left: Collection[str], hidden: Collection[str]
+    ) -> bool:
+        """Whether other weights of the layers `found` leave the state of those that are `left` as
+        it is. hidden: layers whose state is compared by what they compute."""
+        new = {name for layer in found for name in self.reads.get(layer, ())}
+        mixed = Lazy({name: name for name in self.old}, lambda name: (self.new if name in new else self.old)[name])
+        with first.loading(unit, self._wanted(unit, self.old)), second.loading(unit, self._wanted(unit, mixed)):
+            places = differing(first.model, second.model, _itself(unit), self.stops)
+            if any(place is not None and unit[name] in left for name, place in places):
+                return False
+            return all(equal(output(first, name), output(second, name)) for name, layer in unit.items() if layer in hidden)
 
     def _wanted(self, unit: Mapping[str, str], tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         return offered(self.applier.plan, {name for layer in unit.values() for name in self.reads.get(layer, ())}, tensors)
@@ -102,13 +119,13 @@ class Beforehand:
     def _derived(self, unit: Mapping[str, str], first: Fresh, second: Fresh) -> tuple[Found, set[str]]:
         """Returns what layers hold that follows from weights and is not the weights themselves, and
         the layers whose live parameters or buffers are otherwise not those of an initial load."""
-        one, two = (_Weights(self._routed(fresh.model, unit)) for fresh in (first, second))
+        one, two = (_Part(self._routed(fresh.model, unit).values()) for fresh in (first, second))
         follows, derived, other = defaultdict[str, set[Way]](set), Found(), set[str]()
         for name, place in differing(first.model, second.model, _itself(unit), self.stops):
             follows[unit[name]].add(place and place[0])
             if place is None or not _same_part(place[1], one, place[2], two):
                 derived.setdefault(unit[name], set()).add(place and place[0])
-        live = _Weights(self._routed(self.host.model, _itself(unit.values())))
+        live = _Part(self._routed(self.host.model, _itself(unit.values())).values())
         for name, place in differing(self.host.model, second.model, unit, self.stops):
             if place is not None and _same_part(place[1], live, place[2], two):
                 continue
@@ -117,6 +134,8 @@ class Beforehand:
                 derived.setdefault(layer, set()).add(way)
             elif way in module._parameters.keys() | module._buffers.keys():
                 other.add(layer)
+            elif place is not None and isinstance(place[1], torch.Tensor) and not self.filled.have(place[1]):
+                self.sure = False  # it may follow from the weights of another unit
         return derived, other
 
     def _routed(self, model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -174,11 +193,11 @@ class Beforehand:
         return {attribute for attribute, value in held.items() if had.get(attribute) is not value}
 
 
-class _Weights:
-    """The memory of a model's weights."""
+class _Part:
+    """The memory of some of a model's tensors."""
 
-    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
-        self.memory = Memory(params.values())
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.memory = Memory(tensors)
 
     def have(self, tensor: torch.Tensor) -> bool:
         found = extent(tensor)
@@ -189,7 +208,7 @@ def _itself(names: Iterable[str]) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def _same_part(one: object, mine: _Weights, other: object, theirs: _Weights) -> bool:
+def _same_part(one: object, mine: _Part, other: object, theirs: _Part) -> bool:
     """Whether both are the same part of the weights of their models."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False

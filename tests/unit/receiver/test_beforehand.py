@@ -93,6 +93,32 @@ def test_nothing_is_decided_where_a_module_without_weights_follows_from_some() -
     assert torch.equal(engine.model.total, sum((layer.weight.sum() for layer in engine.model.layers), torch.tensor(0.0)))
 
 
+def borrows(model: Any) -> None:
+    """One layer keeps what another one's weights make."""
+    model.layers[0].borrowed = model.layers[1].weight * 2
+
+
+def test_layers_are_decided_together_where_one_follows_from_weights_of_another() -> None:
+    engine = Beforehand(borrows)
+    assert decided(engine).reload.keys() == ALL
+    applier = decided(engine)
+    for seed in (1, 2):
+        push(applier, seed)
+        assert torch.equal(engine.model.layers[0].borrowed, weights(seed)["layers.1.weight"] * 2)
+
+
+def marked(model: Any) -> None:
+    model.layers[0].mark = torch.zeros(2)
+
+
+@pytest.mark.parametrize(("filled", "reload"), [(False, ALL), (True, set())])
+def test_a_tensor_that_has_changed_may_follow_from_anything_unless_generation_fills_it(filled: bool, reload: set[str]) -> None:
+    engine: Any = Beforehand(marked)
+    engine.model.layers[0].mark = torch.ones(2)
+    engine.filled = lambda: [engine.model.layers[0].mark] if filled else []
+    assert decided(engine).reload.keys() == reload
+
+
 def other_buffer(model: Any) -> None:
     model.layers[0].table.add_(1)
 
