@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13 python3
 	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: help coverage demo check-demo test test-programs test-all check package bench bench-sharded models benchmarks constraints docs lint \
+.PHONY: help coverage demo check-demo test test-programs test-all doors check package bench bench-sharded models benchmarks constraints docs lint \
 	setup-demo setup-test clean
 
 help:  ## this list
@@ -25,6 +25,9 @@ test-programs: lint  ## whole programs: demos, benchmarks, families of models, l
 
 test-all: lint  ## everything
 	$(BIN)/pytest -n 2 -m ""
+
+doors: setup-test  ## what verl, OpenRLHF and SkyRL send, against a real vLLM
+	$(BIN)/python scripts/doors.py
 
 check: lint  ## lint, types and unit tests (layers among them), in a few minutes
 	$(BIN)/pytest -n 2 tests/unit

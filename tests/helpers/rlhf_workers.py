@@ -52,7 +52,7 @@ class Engine:
         self.memory = MemoryEngine(attention(1), tp=size)
         store = HashStore()
         self.workers = [kind(host, size, store) for host in self.memory.hosts]
-        self.call = Executor(self.workers).call  # type: ignore[arg-type]
+        self.call = Executor(self.workers).call
 
     def starts(self, method: str, *args: Any) -> Any:
         return in_thread(lambda: self.call(method, *args))
