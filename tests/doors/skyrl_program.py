@@ -37,8 +37,8 @@ class FromFile:
             load_weights([(name, tensors[name])])
 
 
-def from_file(worker: Any, path: str) -> None:
-    worker.weight_transfer_engine = FromFile(path)
+def from_file(wrapper: Any, path: str) -> None:
+    wrapper.worker.weight_transfer_engine = FromFile(path)
     torch.accelerator.synchronize = lambda: None  # there is no accelerator
 
 
