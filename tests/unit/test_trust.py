@@ -57,7 +57,7 @@ def test_one_that_was_restarted_is_brought_along(transport: Any) -> None:
         vars(restarts).update(vars(restarts.restart(START)))
         source.update(TWO)
         sync.push("two")
-        assert restarts.calls[:5] == ["prepare", "abort", "hello", "trace", "prepare"]
+        assert restarts.calls[:6] == ["prepare", "abort", "hello", "trace", "decide", "prepare"]
         assert same(stays, TWO)
         assert same(restarts, TWO)
         source.update(ONE)

@@ -15,6 +15,7 @@ from instep.dropin.calls import by_all
 from instep.dropin.communicator import DEADLINE
 from instep.dropin.staged import Pair, StagedExtension, StagedModel
 from instep.errors import ConfigError, TransportError
+from instep.extras import needed_by
 from instep.protocol import WorkerReceipt
 
 
@@ -46,7 +47,8 @@ class Updates(StagedExtension):
 
 def _receive(worker: Any, bucket: Any, use_shm: bool) -> None:
     """Runs verl's receiver. Raises `TransportError` where its sender is silent for too long."""
-    import zmq
+    with needed_by("verl"):
+        import zmq
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
     class Receiver(BucketedWeightReceiver):  # type: ignore[misc]

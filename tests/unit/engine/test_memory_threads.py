@@ -67,7 +67,7 @@ def test_an_engine_that_is_loading_has_a_thread(pool: Pool) -> None:
     source = weights(3, 64)
     with WeightSync(source, [MemoryEngine(source)], transport="shm") as sync:
         sync.push("v")
-        assert pool.asked == ["trace", "commit"]
+        assert pool.asked == ["trace", "decide", "commit"]
 
 
 def test_a_forward_that_runs_on_keeps_a_commit_off_the_event_loop() -> None:
