@@ -27,7 +27,7 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 settings.register_profile("instep", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("instep")
 
-LONG_FIRST = ("integration", "originals", "sharded", "contract", "demo", "gpu", "unit")
+LONG_FIRST = ("integration", "originals", "doors", "sharded", "contract", "demo", "gpu", "unit")
 """Folders as two processes of pytest take them (`-n 2`): short files last, so that both end together."""
 TOGETHER = ("tests/sharded/", "tests/integration/test_http_")
 """Files that share the ranks of their trainers; those that share a server."""
