@@ -1,6 +1,7 @@
-"""What the first push over NCCL costs, beside later ones: python tests/gpu/first_push.py [SHAPES] > RESULT.json
+"""What the first push costs, beside later ones: python tests/gpu/first_push.py [SHAPES [nccl|ipc]] > RESULT.json
 
-On a machine with one GPU the bytes take a socket (see `gpus.py`): what the first push takes beyond a later one is what counts there.
+On a machine with one GPU the bytes of NCCL take a socket (see `gpus.py`): what the first push takes beyond a later one is what counts
+there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -19,19 +21,22 @@ from instep.bench import machine, shapes
 from instep.bench.memory import trim
 from instep.bench.subjects import VllmSubject
 from instep.bench.trainer import Trainer
+from instep.config import TransportName
 
 
 def main() -> None:
-    name = sys.argv[1] if len(sys.argv) > 1 else "qwen3-8b"
-    gpu = int(OTHER)
-    on_host("trainer")
+    transport: TransportName
+    name, transport = (*sys.argv[1:], *("qwen3-8b", "nccl")[len(sys.argv) - 1 :])  # type: ignore[assignment]
+    gpu, sockets = int(OTHER), ALONE and transport == "nccl"
+    if sockets:
+        on_host("trainer")
     trainer, pushes = Trainer(name, "cuda:0"), []
     trim()
     with tempfile.TemporaryDirectory() as folder:
-        with apart():
+        with apart() if sockets else nullcontext():
             subject = VllmSubject(trainer, shapes.folder(name, Path(folder)), gpu)
         try:
-            with WeightSync(trainer.model, [subject.engine], transport="nccl") as sync:
+            with WeightSync(trainer.model, [subject.engine], transport=transport) as sync:
                 for version in ("first", "second", "third", "fourth"):
                     trainer.step()
                     before = torch.cuda.mem_get_info(gpu)[0]
@@ -45,8 +50,9 @@ def main() -> None:
             gap, _ = subject.look(trainer)
         finally:
             subject.close()
-    setting = structs.replace(machine.setting(name, trainer, len(pushes)), command=f"python tests/gpu/first_push.py {name}")
-    way = "nccl, through a socket of one host" if ALONE else "nccl"
+    command = " ".join(["python tests/gpu/first_push.py", *sys.argv[1:]])
+    setting = structs.replace(machine.setting(name, trainer, len(pushes)), command=command)
+    way = "nccl, through a socket of one host" if sockets else transport
     found = {"setting": to_builtins(setting), "way": way, "pushes": pushes, "largest gap of log-probabilities": gap}
     print(json.dumps(found, indent=1))
 
