@@ -26,7 +26,8 @@ class EngineReceipt:
         right bytes, and what it made of them is taken on trust.
     compared: layers that the first push has compared with what the engine's initial load makes of
     them.
-    initial: seconds that it took, of `apply`; 0 in other pushes.
+    initial: seconds that it took, of `apply`; 0 in other pushes, and where all of it came before
+    the pause.
     """
 
     engine: str
