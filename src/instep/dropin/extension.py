@@ -11,6 +11,7 @@ import torch
 
 from instep.dropin.calls import by_all, peers_of, with_one_voice
 from instep.dropin.communicator import DEADLINE, Communicator, dtype_of
+from instep.dropin.handles import Handles, device_id, of_worker, rebuild_tensor
 from instep.dropin.rounds import Rounds
 from instep.engine.vllm.checkpoint import loaded_from
 from instep.engine.vllm.guard import refuse_while
@@ -74,6 +75,17 @@ class RoundsExtension(WorkerExtension):
                 raise
             group.broadcast(room)
             return room
+
+        return rounds_of(self).add(name, bring, last=last)
+
+    def instep_copy(self, name: str, dtype: str | torch.dtype, shape: Any, handles: Handles, *, last: bool | None) -> WorkerReceipt | None:
+        """One tensor in the trainer's memory on this GPU. handles: see `handles.of_worker`. last:
+        see `Rounds.add`."""
+
+        def bring() -> torch.Tensor:
+            device: torch.device = self.device  # type: ignore[attr-defined]
+            handle = of_worker(handles, device_id(device), self.rank)  # type: ignore[attr-defined]
+            return rebuild_tensor(handle, dtype_of(dtype), tuple(shape), device.index).clone()
 
         return rounds_of(self).add(name, bring, last=last)
 

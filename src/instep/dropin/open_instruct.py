@@ -22,9 +22,9 @@ import torch
 
 from instep.dropin.answers import GRACE, call, meanwhile, settle
 from instep.dropin.calls import by_all, in_turn
-from instep.dropin.communicator import DEADLINE, Communicator, dtype_of, join
-from instep.dropin.extension import RoundsExtension, rounds_of
-from instep.dropin.handles import Handles, device_id, of_worker, rebuild_tensor, share
+from instep.dropin.communicator import DEADLINE, Communicator, join
+from instep.dropin.extension import RoundsExtension
+from instep.dropin.handles import Handles, device_id, share
 from instep.dropin.ray_group import join_with_ray
 from instep.dropin.torch_group import TorchGroup
 from instep.dropin.zero import tell_all_ranks, weights
@@ -79,13 +79,7 @@ class WorkerWrap(RoundsExtension):
         tensor there; or a list: of such mappings, of pairs (UUID, handle), or of one handle for
         each worker in the order of their ranks. empty_cache: see `update_weight`.
         """
-
-        def bring() -> torch.Tensor:
-            device: torch.device = self.device  # type: ignore[attr-defined]
-            handle = of_worker(ipc_handles, device_id(device), self.rank)  # type: ignore[attr-defined]
-            return rebuild_tensor(handle, dtype_of(dtype), tuple(shape), device.index).clone()
-
-        return rounds_of(self).add(name, bring, last=empty_cache)
+        return self.instep_copy(name, dtype, shape, ipc_handles, last=empty_cache)
 
     def report_device_id(self) -> str:
         """The key of `ipc_handles` that is meant for this worker."""

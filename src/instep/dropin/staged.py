@@ -21,8 +21,7 @@ from instep.dropin.extension import RoundsExtension, rounds_of
 from instep.dropin.rounds import Rounds
 from instep.errors import InstepError, PlanError
 from instep.protocol import WorkerReceipt
-
-Pair = tuple[str, torch.Tensor]
+from instep.source.pairs import Pair
 
 
 class StagedModel:

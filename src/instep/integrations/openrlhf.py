@@ -16,7 +16,7 @@ import torch
 from instep.dropin.calls import by_all
 from instep.dropin.communicator import dtype_of
 from instep.dropin.extension import rounds_of
-from instep.dropin.handles import Handles, device_id, of_worker, rebuild_tensor
+from instep.dropin.handles import Handles
 from instep.dropin.staged import StagedExtension
 from instep.errors import ConfigError, PlanError
 from instep.protocol import WorkerReceipt
@@ -66,13 +66,7 @@ class WorkerWrap(StagedExtension):
         ipc_handles: by the UUID of a GPU, what PyTorch's `reduce_tensor` made of the tensor there.
         empty_cache: whether it is the last tensor of the update.
         """
-
-        def bring() -> torch.Tensor:
-            device: torch.device = self.device  # type: ignore[attr-defined]
-            handle = of_worker(ipc_handles, device_id(device), self.rank)  # type: ignore[attr-defined]
-            return rebuild_tensor(handle, dtype_of(dtype), tuple(shape), device.index).clone()
-
-        return rounds_of(self).add(name, bring, last=empty_cache)
+        return self.instep_copy(name, dtype, shape, ipc_handles, last=empty_cache)
 
 
 def _broadcast(worker: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

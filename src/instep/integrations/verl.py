@@ -13,10 +13,11 @@ from typing import Any
 
 from instep.dropin.calls import by_all
 from instep.dropin.communicator import DEADLINE
-from instep.dropin.staged import Pair, StagedExtension, StagedModel
+from instep.dropin.staged import StagedExtension, StagedModel
 from instep.errors import ConfigError, TransportError
 from instep.extras import needed_by
 from instep.protocol import WorkerReceipt
+from instep.source.pairs import Pair
 
 
 class Updates(StagedExtension):

@@ -48,10 +48,16 @@ def differences(live: nn.Module, fresh: nn.Module, unit: Mapping[str, str], stop
             hidden.add(unit[name])
             continue
         way, held, value = place
-        module = fresh.get_submodule(name)
-        registered = way in module._parameters.keys() | module._buffers.keys() and isinstance(value, torch.Tensor)
-        found.append(Difference(unit[name], way, (type(module).__qualname__, way), held, _copy(value), registered))
+        registered = is_registered(fresh, name, way) and isinstance(value, torch.Tensor)
+        kind = type(fresh.get_submodule(name)).__qualname__, way
+        found.append(Difference(unit[name], way, kind, held, _copy(value), registered))
     return found, hidden
+
+
+def is_registered(model: nn.Module, name: str, way: str) -> bool:
+    """Whether an attribute path from a module is that of a parameter or a buffer."""
+    module = model.get_submodule(name)
+    return way in module._parameters or way in module._buffers
 
 
 def differing(

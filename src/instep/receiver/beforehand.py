@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from instep.plan.region import view
 from instep.protocol import Route, TensorMeta
 from instep.receiver import Fresh
-from instep.receiver.alike import differing, ids
+from instep.receiver.alike import differing, ids, is_registered
 from instep.receiver.lazy import Lazy
-from instep.receiver.memory import Memory, extent
+from instep.receiver.memory import Memory
 from instep.receiver.rebuilt import equal, output, rebuildable
-from instep.receiver.regions import Tensors, copy_regions, fits, offered
+from instep.receiver.regions import Tensors, fits, load_region
 from instep.receiver.rehearsal import scrambled
-from instep.receiver.ways import UNDECIDED, reads
+from instep.receiver.ways import UNDECIDED, Reads
 
 if TYPE_CHECKING:
     from instep.receiver.apply import Applier
@@ -50,7 +51,7 @@ class Beforehand:
         self.applier, self.host = applier, applier.host
         self.old, self.new = (scrambled(listed, self.host.device, turn) for turn in (0, 1))
         self.dtypes = {meta.name: meta.dtype for meta in listed}
-        self.reads = reads(applier.plan)
+        self.reads = Reads(applier.plan)
         self.direct: set[str] = set()
         self.rebuilt: dict[str, set[str]] = {}
         self.alike: set[str] = set()
@@ -73,7 +74,7 @@ class Beforehand:
                 return
             models.append(fresh)
             yield False
-        self.filled = _Part(self.host.filled())
+        self.filled = Memory(self.host.filled())
         self.stops = ids(self.host.model, *(fresh.model for fresh in models))
         for unit in models[1].units():
             try:
@@ -105,7 +106,7 @@ class Beforehand:
     ) -> bool:
         """Whether other weights of the layers `found` leave the state of those that are `left` as
         it is. hidden: layers whose state is compared by what they compute."""
-        new = {name for layer in found for name in self.reads.get(layer, ())}
+        new = self.reads.names(found)
         mixed = Lazy({name: name for name in self.old}, lambda name: (self.new if name in new else self.old)[name])
         with first.loading(unit, self._wanted(unit, self.old)), second.loading(unit, self._wanted(unit, mixed)):
             places = differing(first.model, second.model, _itself(unit), self.stops)
@@ -114,27 +115,27 @@ class Beforehand:
             return all(equal(output(first, name), output(second, name)) for name, layer in unit.items() if layer in hidden)
 
     def _wanted(self, unit: Mapping[str, str], tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        return offered(self.applier.plan, {name for layer in unit.values() for name in self.reads.get(layer, ())}, tensors)
+        return self.reads.offered(unit.values(), tensors)
 
     def _derived(self, unit: Mapping[str, str], first: Fresh, second: Fresh) -> tuple[Found, set[str]]:
         """Returns what layers hold that follows from weights and is not the weights themselves, and
         the layers whose live parameters or buffers are otherwise not those of an initial load."""
-        one, two = (_Part(self._routed(fresh.model, unit).values()) for fresh in (first, second))
+        one, two = (Memory(self._routed(fresh.model, unit).values()) for fresh in (first, second))
         follows, derived, other = defaultdict[str, set[Way]](set), Found(), set[str]()
         for name, place in differing(first.model, second.model, _itself(unit), self.stops):
             follows[unit[name]].add(place and place[0])
             if place is None or not _same_part(place[1], one, place[2], two):
                 derived.setdefault(unit[name], set()).add(place and place[0])
-        live = _Part(self._routed(self.host.model, _itself(unit.values())).values())
+        live = Memory(self._routed(self.host.model, _itself(unit.values())).values())
         for name, place in differing(self.host.model, second.model, unit, self.stops):
             if place is not None and _same_part(place[1], live, place[2], two):
                 continue
-            way, layer, module = place and place[0], unit[name], second.model.get_submodule(name)
+            way, layer = place and place[0], unit[name]
             if way is None or way in follows[layer]:
                 derived.setdefault(layer, set()).add(way)
-            elif way in module._parameters.keys() | module._buffers.keys():
+            elif is_registered(second.model, name, way):
                 other.add(layer)
-            elif place is not None and isinstance(place[1], torch.Tensor) and not self.filled.have(place[1]):
+            elif place is not None and isinstance(place[1], torch.Tensor) and not self.filled.covers(place[1]):
                 self.sure = False  # it may follow from the weights of another unit
         return derived, other
 
@@ -175,12 +176,11 @@ class Beforehand:
                 if not fits(params[route.param], route, self.dtypes[route.tensor]):
                     return False
                 by_tensor[route.tensor].append(route)
-        in_order = {route.param: params[route.param].contiguous() for route in self.applier.routes[layer]}
         for name, routes in by_tensor.items():
-            copy_regions(routes, in_order, {name: self.new[name]})
-        for param, tensor in in_order.items():
-            if tensor is not params[param]:
-                params[param].copy_(tensor)
+            tensor = self.new[name]  # made once: it may be read by hundreds of routes
+            for route in routes:
+                assert route.source is not None
+                load_region(params[route.param], route.target, view(tensor, route.source))
         return True
 
     def _rebuild(self, fresh: Fresh, layer: str, name: str) -> set[str]:
@@ -193,24 +193,13 @@ class Beforehand:
         return {attribute for attribute, value in held.items() if had.get(attribute) is not value}
 
 
-class _Part:
-    """The memory of some of a model's tensors."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.memory = Memory(tensors)
-
-    def have(self, tensor: torch.Tensor) -> bool:
-        found = extent(tensor)
-        return found is not None and self.memory.is_spared(tensor, found)
-
-
 def _itself(names: Iterable[str]) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def _same_part(one: object, mine: _Part, other: object, theirs: _Part) -> bool:
+def _same_part(one: object, mine: Memory, other: object, theirs: Memory) -> bool:
     """Whether both are the same part of the weights of their models."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     same = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-    return same and mine.have(one) and theirs.have(other)
+    return same and mine.covers(one) and theirs.covers(other)

@@ -20,8 +20,8 @@ from instep.errors import ApplyError
 from instep.protocol import WorkerPlan
 from instep.receiver import Fresh, Host
 from instep.receiver.alike import Difference, Kind, alike, differences, ids, is_undetermined, other_values
-from instep.receiver.regions import Tensors, offered
-from instep.receiver.ways import reads
+from instep.receiver.regions import Tensors
+from instep.receiver.ways import Reads
 
 COMPUTES = "what it computes"
 NEXT = (
@@ -59,7 +59,7 @@ class _Comparison:
     def __init__(self, host: Host, plan: WorkerPlan, tensors: Tensors, others: Tensors, known: Collection[str]) -> None:
         self.host, self.plan, self.tensors, self.others, self.known = host, plan, tensors, others, known
         self.layers = ({param.layer for param in plan.params} | plan.reload_only.keys()) - {*known}
-        self.reads = reads(plan)
+        self.reads = Reads(plan)
         self.same: set[str] = set()
         self.unproved: dict[str, str] = {}
         self.wrong: dict[str, str] = {}  # the wrong attribute of each layer
@@ -114,7 +114,7 @@ class _Comparison:
         self.same |= set(unit.values())
 
     def _wanted(self, unit: Mapping[str, str], tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        return offered(self.plan, {name for live in unit.values() for name in self.reads.get(live, ())}, tensors)
+        return self.reads.offered(unit.values(), tensors)
 
     def _dropped(self, unit: Mapping[str, str]) -> set[str]:
         """Returns layers whose weights cannot be read, because the engine has left an empty tensor

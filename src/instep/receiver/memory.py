@@ -50,6 +50,11 @@ class Memory:
         at = bisect_right(stretches, start, key=lambda stretch: stretch[0]) - 1
         return (at >= 0 and stop <= stretches[at][1]) or (bool(self._with_gaps) and _elements(tensor) in self._with_gaps)
 
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether all of a tensor lies in memory that is left out."""
+        found = extent(tensor)
+        return found is not None and self.is_spared(tensor, found)
+
     def slot(self, tensor: torch.Tensor, found: Extent) -> int:
         """Adds a tensor's memory. Returns its index in the result of `sums`."""
         if found not in self._slots:

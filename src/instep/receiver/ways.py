@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
 
 from instep.protocol import Route, WorkerPlan
+from instep.receiver.regions import Tensors, offered
 from instep.receiver.watcher import layer_of
 
 UNDECIDED = "not proved yet"
@@ -13,16 +17,26 @@ UNTOUCHED = "the reload session left its weights as they were when it was given 
 DERIVED = " is derived from weights"
 
 
-def reads(plan: WorkerPlan) -> dict[str, set[str]]:
-    """Returns the names of the checkpoint tensors that each layer reads."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for route in plan.routes:
-        if route.tensor is not None:
-            found[layer_of(route.param)].add(route.tensor)
-    for name, layers in plan.feeds.items():
-        for layer in layers:
-            found[layer].add(name)
-    return found
+class Reads:
+    """What each layer of a plan reads."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self.plan = plan
+        self._names: dict[str, set[str]] = defaultdict(set)
+        for route in plan.routes:
+            if route.tensor is not None:
+                self._names[layer_of(route.param)].add(route.tensor)
+        for name, layers in plan.feeds.items():
+            for layer in layers:
+                self._names[layer].add(name)
+
+    def names(self, layers: Iterable[str]) -> set[str]:
+        """Returns the names of the checkpoint tensors that some layers read."""
+        return {name for layer in layers for name in self._names.get(layer, ())}
+
+    def offered(self, layers: Iterable[str], tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields those of the tensors that some layers read, as `regions.offered` does."""
+        return offered(self.plan, self.names(layers), tensors)
 
 
 class Ways:
